@@ -1,0 +1,1 @@
+"""Image classifiers that train under DDP; start with train.py."""

@@ -1,0 +1,167 @@
+"""What a run leaves behind: plain checkpoints, the history of its epochs, lines on the console."""
+
+import csv
+import io
+import logging
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import lightning
+import torch
+from lightning.fabric.plugins.io import CheckpointIO
+from lightning.pytorch.callbacks import Callback, Checkpoint
+from lightning.pytorch.trainer.states import TrainerFn
+
+from project.files import write_atomically
+from project.task import Classifier
+
+log = logging.getLogger("project")
+
+
+class PlainCheckpointIO(CheckpointIO):
+    """Checkpoints as plain files: tensors, numbers, strings, lists and dicts.
+
+    Written whole or not at all, and read without running any code from them.
+    """
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None
+    ) -> None:
+        """Writes a checkpoint atomically; called on rank 0."""
+        write_atomically(Path(path), lambda file: torch.save(checkpoint, file))
+
+    def load_checkpoint(
+        self, path: Any, map_location: Any = "cpu", weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Reads a checkpoint; `weights_only` is not a choice here."""
+        return torch.load(path, map_location=map_location, weights_only=True)
+
+    def remove_checkpoint(self, path: Any) -> None:
+        """Deletes a checkpoint."""
+        Path(path).unlink(missing_ok=True)
+
+
+class RunRecord(Checkpoint):
+    """Keeps the record of a run in its folder: `checkpoints/` and `metrics.csv`.
+
+    After each epoch `last.ckpt`; `best.ckpt` is that of the highest val/acc, the first on ties,
+    never NaN. The history travels inside the checkpoints and `metrics.csv` is written whole from
+    it. At the end of training `model.pt`: the plain state dict of the network, best or else last.
+
+    Args:
+        folder: of the run; rank 0 writes.
+
+    Attributes:
+        history: one row an epoch.
+        best: val/loss and val/acc of `best.ckpt`; empty without validation.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.last_path = folder / "checkpoints" / "last.ckpt"
+        self.best_path = folder / "checkpoints" / "best.ckpt"
+        self.history: list[dict[str, Any]] = []
+        self.best: dict[str, float] = {}
+        self._improved, self._saved_step = False, -1
+
+    @property
+    def chosen_path(self) -> Path:
+        """The checkpoint to test and to hand on: the best, without validation the last."""
+        return self.best_path if self.best else self.last_path
+
+    def state_dict(self) -> dict[str, Any]:
+        """What travels in a checkpoint."""
+        return {"history": self.history, "best": self.best}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes up the history of the run that wrote a checkpoint."""
+        self.history, self.best = state_dict["history"], state_dict["best"]
+
+    def on_validation_end(self, trainer: lightning.Trainer, pl_module: Any) -> None:
+        """Notes an improvement, and saves it at once if validation ran inside an epoch."""
+        if trainer.state.fn != TrainerFn.FITTING or trainer.sanity_checking:
+            return
+        values = {name: pl_module.metrics[name] for name in ("val/loss", "val/acc")}
+        if not values["val/acc"] > self.best.get("val/acc", float("-inf")):
+            return
+        self.best, self._improved = values, True
+        if not trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:
+            trainer.save_checkpoint(self.best_path)
+            self._improved = False
+
+    def on_train_epoch_end(self, trainer: lightning.Trainer, pl_module: Classifier) -> None:
+        """Adds the epoch's row and saves; comes after the module's own hook, as Checkpoints do."""
+        names = [name for name in pl_module.metrics if not name.startswith("test/")]
+        row = {"epoch": trainer.current_epoch + 1, "step": trainer.global_step}
+        row |= {name: pl_module.metrics.pop(name) for name in sorted(names)}
+        self.history.append(row)
+        log.info("  ".join(f"{k} {v:.4f}" if "/" in k else f"{k} {v}" for k, v in row.items()))
+        self._save(trainer)
+
+    def on_train_end(self, trainer: lightning.Trainer, pl_module: Classifier) -> None:
+        """Makes sure that the last step is saved, and writes `model.pt`."""
+        if self._saved_step != trainer.global_step:
+            self._save(trainer)
+        if trainer.is_global_zero:
+            state = torch.load(self.chosen_path, map_location="cpu", weights_only=True)
+            net = {k.removeprefix("net."): v for k, v in state["state_dict"].items()}
+            path = self.last_path.with_name("model.pt")
+            write_atomically(path, lambda file: torch.save(net, file))
+
+    def results(self, trainer: lightning.Trainer) -> dict[str, Any]:
+        """What `results.json` says of the training."""
+        return {
+            **dict(sorted(self.best.items())),
+            "epochs": len(self.history),
+            "steps": trainer.global_step,
+            "checkpoint": str(self.chosen_path.relative_to(self.folder)),
+        }
+
+    def _save(self, trainer: lightning.Trainer) -> None:
+        trainer.save_checkpoint(self.last_path)
+        self._saved_step = trainer.global_step
+        if not trainer.is_global_zero:
+            return
+        if self._improved:
+            _link(self.last_path, self.best_path)
+        self._improved = False
+        write_atomically(self.folder / "metrics.csv", lambda file: file.write(self._csv()))
+
+    def _csv(self) -> bytes:
+        columns = ["epoch", "step", "train/loss", "train/acc", "val/loss", "val/acc"]
+        text = io.StringIO(newline="")
+        writer = csv.DictWriter(text, columns, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(self.history)
+        return text.getvalue().encode()
+
+
+class StepLines(Callback):
+    """One line on the console every `trainer.log_every_n_steps` optimizer steps."""
+
+    def __init__(self) -> None:
+        self._shown_step = 0
+
+    def on_train_batch_end(
+        self, trainer: lightning.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Reads the loss of rank 0's batch from the device only when it is shown."""
+        step, every = trainer.global_step, trainer.log_every_n_steps  # type: ignore[attr-defined]
+        if step == self._shown_step or step % every:
+            return
+        self._shown_step = step
+        loss = outputs["loss"].item() * trainer.accumulate_grad_batches  # Lightning divided it
+        log.info("epoch %d  step %d  loss %.4f", trainer.current_epoch + 1, step, loss)
+
+
+def _link(source: Path, target: Path) -> None:
+    """Makes `target` the same file as `source`, atomically; files are replaced, never changed."""
+    part = target.with_name(f".{target.name}-link")
+    part.unlink(missing_ok=True)
+    try:
+        os.link(source, part)
+    except OSError:  # a file system without hard links
+        shutil.copyfile(source, part)
+    part.replace(target)

@@ -1,0 +1,187 @@
+"""The data of a run as a LightningDataModule."""
+
+import functools
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import lightning
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Sampler
+
+from project.data import (
+    Augment,
+    EvalBatches,
+    PackedImages,
+    Source,
+    TrainBatches,
+    normalise,
+    pack,
+    stratified_split,
+)
+from project.errors import UserError
+
+Batch = tuple[Tensor, Tensor, Tensor]
+
+
+class ImageDataModule(lightning.LightningDataModule):
+    """Packed images of one source, batched for the ranks of a Trainer.
+
+    A batch holds images (B, 3, H, W), labels (B,) int64 and row numbers (B,) int64. Images leave
+    the loader as uint8 and are normalised and augmented on the training device.
+
+    Args:
+        source: function that lists a split, see `project.sources`.
+        root: folder of the dataset.
+        image_size: pixels, height and width.
+        batch_size: the global batch: images of one optimizer step, over all ranks and accumulated
+            batches.
+        eval_batch_size: images a rank scores at a time; has no effect on the result.
+        val_fraction: of each class of the training split held out for validation; 0 for none.
+        split_seed: chooses which; apart from `seed`, so that seeds are compared on equal terms.
+        mean, std: per channel, of images in [0, 1].
+        augment: arguments of `project.data.Augment`.
+        num_workers: loader processes a rank.
+        pin_memory: page-locked batches, copied to a GPU while it computes.
+        seed: of sample order and augmentation.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        root: str,
+        image_size: int,
+        batch_size: int,
+        eval_batch_size: int,
+        val_fraction: float,
+        split_seed: int,
+        mean: Sequence[float],
+        std: Sequence[float],
+        augment: dict[str, int],
+        num_workers: int,
+        pin_memory: bool,
+        seed: int,
+    ) -> None:
+        super().__init__()
+        self.source, self.root, self.image_size = source, Path(root), image_size
+        self.batch_size, self.eval_batch_size = batch_size, eval_batch_size
+        self.val_fraction, self.split_seed = val_fraction, split_seed
+        self.mean, self.std, self.augment = mean, std, Augment(**augment)
+        self.num_workers, self.pin_memory, self.seed = num_workers, pin_memory, seed
+        self._table: tuple[int, Tensor] | None = None
+
+    @functools.cached_property
+    def train_images(self) -> PackedImages:
+        """The training split, validation images included."""
+        return pack(self.source, self.root, "train", self.image_size)
+
+    @functools.cached_property
+    def test_images(self) -> PackedImages:
+        """The test split, for testing only.
+
+        Raises:
+            UserError: its classes are not those of the training split.
+        """
+        images = pack(self.source, self.root, "test", self.image_size)
+        if images.classes != self.train_images.classes:
+            odd = sorted(set(images.classes) ^ set(self.train_images.classes))
+            raise UserError(f"data.root={self.root}: train and test differ in classes {odd}.")
+        return images
+
+    @functools.cached_property
+    def split(self) -> tuple[Tensor, Tensor]:
+        """Rows of `train_images` to train on and to validate on."""
+        return stratified_split(self.train_images.labels, self.val_fraction, self.split_seed)
+
+    @property
+    def num_classes(self) -> int:
+        """Number of labels."""
+        return len(self.train_images.classes)
+
+    def train_dataloader(self) -> DataLoader:
+        """This rank's share of the training images.
+
+        Raises:
+            UserError: the global batch does not divide, or there are fewer images than it takes.
+        """
+        trainer = self._trainer
+        sampler = TrainBatches(
+            self.split[0],
+            self.batch_size,
+            trainer.global_rank,
+            trainer.world_size,
+            trainer.accumulate_grad_batches,
+            self.seed,
+        )
+        return self._loader(self.train_images, sampler)
+
+    def val_dataloader(self) -> DataLoader | list[DataLoader]:
+        """This rank's share of the validation images; an empty list if there are none."""
+        rows = self.split[1]
+        return self._eval_loader(self.train_images, rows) if len(rows) else []
+
+    def test_dataloader(self) -> DataLoader:
+        """This rank's share of the test images."""
+        return self._eval_loader(self.test_images, torch.arange(len(self.test_images)))
+
+    def num_steps(self) -> int:
+        """Optimizer steps of the whole training, from arithmetic on the Trainer's limits.
+
+        Not from `trainer.estimated_stepping_batches`, which would build the loaders.
+
+        Raises:
+            UserError: the training has no end, or an epoch's limit cuts an optimizer step in two.
+        """
+        trainer = self._trainer
+        accumulate, limit = trainer.accumulate_grad_batches, trainer.limit_train_batches
+        batches = len(self.split[0]) // self.batch_size * accumulate
+        limited = min(batches, limit) if isinstance(limit, int) else int(batches * limit)
+        if limited % accumulate:
+            raise UserError(
+                f"trainer.limit_train_batches={limit} leaves {limited} batches an epoch, not whole "
+                f"optimizer steps of trainer.accumulate_grad_batches={accumulate}."
+            )
+        max_epochs = trainer.max_epochs if trainer.max_epochs is not None else -1
+        epochs = math.inf if max_epochs < 0 else max_epochs
+        steps = limited // accumulate * epochs
+        steps = min(steps, trainer.max_steps) if trainer.max_steps >= 0 else steps
+        if steps == math.inf:
+            raise UserError("Set trainer.max_epochs or trainer.max_steps: training has no end.")
+        return int(steps)
+
+    def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
+        """Normalises a batch on its device, and in training augments it."""
+        images, labels, rows = batch
+        if not self._trainer.training:
+            return normalise(images, self.mean, self.std), labels, rows
+        choices = self._augmentations(images.device)[rows]
+        images = normalise(self.augment.crop_and_flip(images, choices), self.mean, self.std)
+        return self.augment.cut_out(images, choices), labels, rows
+
+    def _augmentations(self, device: torch.device) -> Tensor:
+        """The current epoch's table, drawn once an epoch."""
+        epoch = self._trainer.current_epoch
+        if self._table is None or self._table[0] != epoch:
+            table = self.augment.table(len(self.train_images), self.image_size, self.seed, epoch)
+            self._table = epoch, table.to(device)
+        return self._table[1]
+
+    def _eval_loader(self, images: PackedImages, rows: Tensor) -> DataLoader:
+        rank, world_size = self._trainer.global_rank, self._trainer.world_size
+        return self._loader(images, EvalBatches(rows, self.eval_batch_size, rank, world_size))
+
+    def _loader(self, images: PackedImages, sampler: Sampler[Tensor]) -> DataLoader:
+        return DataLoader(
+            images,
+            batch_size=None,  # the sampler's items are whole batches
+            sampler=sampler,
+            num_workers=self.num_workers,
+            pin_memory=self.pin_memory and torch.cuda.is_available(),
+            persistent_workers=self.num_workers > 0,
+        )
+
+    @property
+    def _trainer(self) -> lightning.Trainer:
+        assert self.trainer is not None, "the loaders depend on the ranks of a Trainer"
+        return self.trainer

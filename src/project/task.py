@@ -1,0 +1,149 @@
+"""What is learned: the LightningModule with loss, exact epoch metrics and optimizer."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import lightning
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from project.data import seed_from
+from project.datamodule import Batch
+
+
+class EpochSums:
+    """Sums of one epoch on one rank, reduced over ranks once, at its end.
+
+    Every image counts exactly once, which averages of batch averages do not give. A plain object:
+    DDP would overwrite registered buffers with those of rank 0.
+
+    Args:
+        num_classes: for the confusion matrix.
+    """
+
+    def __init__(self, num_classes: int, device: torch.device) -> None:
+        self.loss = torch.zeros((), dtype=torch.float64, device=device)
+        self.confusion = torch.zeros(num_classes**2, dtype=torch.int64, device=device)
+        self.num_classes = num_classes
+
+    def add(self, losses: Tensor, logits: Tensor, labels: Tensor) -> None:
+        """Counts a batch without waiting for the device; losses (B,), logits (B, C), labels (B,)."""
+        self.loss += losses.detach().double().sum()
+        cells = labels * self.num_classes + logits.detach().argmax(1)
+        self.confusion.scatter_add_(0, cells, torch.ones_like(cells))
+
+    def reduce(self) -> tuple[float, float, int, Tensor]:
+        """Sums over all ranks, which must all call this.
+
+        Returns:
+            mean loss, accuracy in [0, 1], number of images, and the confusion matrix (C, C) int64
+            with a row for each true class. Both means are NaN if there were no images.
+        """
+        if dist.is_initialized():
+            dist.all_reduce(self.loss)
+            dist.all_reduce(self.confusion)
+        matrix = self.confusion.view(self.num_classes, self.num_classes).cpu()
+        count = int(matrix.sum())
+        if count == 0:
+            return float("nan"), float("nan"), 0, matrix
+        return self.loss.item() / count, int(matrix.trace()) / count, count, matrix
+
+
+class Classifier(lightning.LightningModule):
+    """Trains `net` by cross-entropy.
+
+    Args:
+        net: images (B, 3, H, W) to logits (B, num_classes).
+        optimizer: makes an optimizer from parameters.
+        scheduler: makes a schedule from an optimizer and `num_steps`, stepped every optimizer step.
+        num_classes: number of labels.
+        seed: of the randomness inside the network.
+
+    Attributes:
+        metrics: exact values of the latest epochs, equal on all ranks, by name ("val/acc").
+        confusion: matrix of the latest evaluation, (num_classes, num_classes) int64.
+    """
+
+    def __init__(
+        self,
+        net: nn.Module,
+        optimizer: Callable[[Iterable[Tensor]], Optimizer],
+        scheduler: Callable[..., LRScheduler],
+        num_classes: int,
+        seed: int,
+    ) -> None:
+        super().__init__()
+        self.net = net
+        self.make_optimizer, self.make_scheduler = optimizer, scheduler
+        self.num_classes, self.seed = num_classes, seed
+        self.metrics: dict[str, float] = {}
+        self.confusion: Tensor | None = None
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Logits (B, num_classes) of normalised images (B, 3, H, W)."""
+        return self.net(images)
+
+    def configure_optimizers(self) -> Any:
+        """The optimizer, and its schedule over all steps of the training."""
+        optimizer = self.make_optimizer(self.parameters())
+        num_steps = self.trainer.datamodule.num_steps()  # type: ignore[attr-defined]
+        scheduler = self.make_scheduler(optimizer, num_steps=num_steps)
+        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+    def on_train_epoch_start(self) -> None:
+        """Begins the epoch's sums."""
+        self._train_sums = EpochSums(self.num_classes, self.device)
+
+    def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
+        """Makes dropout and its like a function of (seed, step, rank)."""
+        torch.manual_seed(
+            seed_from("step", self.seed, self.current_epoch, batch_idx, self.global_rank)
+        )
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        """The mean loss of this rank's batch."""
+        images, labels, _ = batch
+        logits = self.net(images)
+        loss = F.cross_entropy(logits, labels)
+        self._train_sums.add(loss.expand(len(labels)), logits, labels)
+        return loss
+
+    def on_train_epoch_end(self) -> None:
+        """Publishes train/loss and train/acc."""
+        self._publish("train", self._train_sums)
+
+    def on_validation_epoch_start(self) -> None:
+        """Begins the evaluation's sums."""
+        self._eval_sums = EpochSums(self.num_classes, self.device)
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        """Scores a batch, which may hold no images."""
+        images, labels, _ = batch
+        logits = self.net(images)
+        self._eval_sums.add(F.cross_entropy(logits, labels, reduction="none"), logits, labels)
+
+    def on_validation_epoch_end(self) -> None:
+        """Publishes val/loss and val/acc."""
+        self._publish("val", self._eval_sums)
+
+    on_test_epoch_start = on_validation_epoch_start
+    test_step = validation_step
+
+    def on_test_epoch_end(self) -> None:
+        """Publishes test/loss, test/acc and test/count."""
+        self.metrics["test/count"] = self._publish("test", self._eval_sums)
+
+    def _publish(self, stage: str, sums: EpochSums) -> int:
+        loss, accuracy, count, matrix = sums.reduce()
+        if stage != "train":
+            self.confusion = matrix
+        values = {f"{stage}/loss": loss, f"{stage}/acc": accuracy}
+        self.metrics |= values
+        # For other people's callbacks and loggers. Already reduced: no sync_dist, which would
+        # average once more.
+        self.log_dict(values)
+        return count
