@@ -15,7 +15,6 @@ from lightning.pytorch.callbacks import Callback, Checkpoint
 from lightning.pytorch.trainer.states import TrainerFn
 
 from project.files import write_atomically
-from project.task import Classifier
 
 log = logging.getLogger("project")
 
@@ -91,7 +90,7 @@ class RunRecord(Checkpoint):
             trainer.save_checkpoint(self.best_path)
             self._improved = False
 
-    def on_train_epoch_end(self, trainer: lightning.Trainer, pl_module: Classifier) -> None:
+    def on_train_epoch_end(self, trainer: lightning.Trainer, pl_module: Any) -> None:
         """Adds the epoch's row and saves; comes after the module's own hook, as Checkpoints do."""
         names = [name for name in pl_module.metrics if not name.startswith("test/")]
         row = {"epoch": trainer.current_epoch + 1, "step": trainer.global_step}
@@ -100,7 +99,7 @@ class RunRecord(Checkpoint):
         log.info("  ".join(f"{k} {v:.4f}" if "/" in k else f"{k} {v}" for k, v in row.items()))
         self._save(trainer)
 
-    def on_train_end(self, trainer: lightning.Trainer, pl_module: Classifier) -> None:
+    def on_train_end(self, trainer: lightning.Trainer, pl_module: Any) -> None:
         """Makes sure that the last step is saved, and writes `model.pt`."""
         if self._saved_step != trainer.global_step:
             self._save(trainer)

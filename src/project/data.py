@@ -1,18 +1,12 @@
-"""Images as packed uint8 arrays: packed once, mapped by every rank, fetched by index.
-
-What happens to an image is a function of (seed, epoch, index of the image) alone, so it does not
-depend on the number of ranks, of loader workers, or on where a run was interrupted.
-"""
+"""Images as packed uint8 arrays: packed once, mapped by every rank, fetched by index."""
 
 import hashlib
 import inspect
 import json
-import math
 import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +16,10 @@ from filelock import FileLock
 from torch import Tensor
 from torch.utils.data import Dataset, DistributedSampler, Sampler
 
+from project.augment import seed_from
 from project.errors import UserError
 
 Source = Callable[[Path, str, int], Any]  # (root, split, image_size) -> sources.Listing
-
-
-def seed_from(*parts: str | int) -> int:
-    """Hashes what identifies a random draw, e.g. ("augment", seed, epoch), to 63 bits."""
-    digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") >> 1
 
 
 class PackedImages(Dataset):
@@ -161,7 +150,13 @@ class TrainBatches(Sampler[Tensor]):
     """
 
     def __init__(
-        self, indices: Tensor, batch_size: int, rank: int, world_size: int, accumulate: int, seed: int
+        self,
+        indices: Tensor,
+        batch_size: int,
+        rank: int,
+        world_size: int,
+        accumulate: int,
+        seed: int,
     ) -> None:
         self.indices = indices
         self.local = local_batch_size(batch_size, world_size, accumulate)
@@ -170,9 +165,8 @@ class TrainBatches(Sampler[Tensor]):
             raise UserError(
                 f"data.batch_size={batch_size} is more than the {len(indices)} training images."
             )
-        self.order = DistributedSampler(
-            range(len(indices)), world_size, rank, seed=seed, drop_last=True  # type: ignore
-        )
+        positions: Any = range(len(indices))  # only its length matters
+        self.order = DistributedSampler(positions, world_size, rank, seed=seed, drop_last=True)
 
     def set_epoch(self, epoch: int) -> None:
         """Chooses the permutation of `epoch`; Lightning calls this before each epoch."""
@@ -208,70 +202,3 @@ class EvalBatches(Sampler[Tensor]):
 
     def __iter__(self) -> Iterator[Tensor]:
         yield from self.batches
-
-
-def normalise(images: Tensor, mean: Sequence[float], std: Sequence[float]) -> Tensor:
-    """Scales (B, 3, H, W) uint8 to float32 in [0, 1], subtracts `mean`, divides by `std`.
-
-    The same operations in the same order as torchvision's to_tensor and normalize, hence the same
-    bits.
-    """
-    mean_, std_ = (images.new_tensor(v, dtype=torch.float32).view(3, 1, 1) for v in (mean, std))
-    return images.to(torch.float32).div_(255).sub_(mean_).div_(std_)
-
-
-@dataclass
-class Augment:
-    """Random crop after reflect padding, horizontal flip, cutout; whole batches at a time.
-
-    Args:
-        crop_padding: pixels added on each side before the crop; 0 for no crop.
-        flip: mirror half of the images.
-        cutout: side in pixels of a square set to 0 after normalisation, centred anywhere in the
-            image and clipped at its border (https://arxiv.org/abs/1708.04552); 0 for none.
-    """
-
-    crop_padding: int = 0
-    flip: bool = False
-    cutout: int = 0
-
-    def table(self, num_images: int, image_size: int, seed: int, epoch: int) -> Tensor:
-        """Draws an epoch's augmentation of a whole dataset.
-
-        Returns:
-            (num_images, 5) int16: top and left of the crop in the padded image, whether to flip,
-            row and column of the cutout's centre.
-        """
-        generator = torch.Generator().manual_seed(seed_from("augment", seed, epoch))
-        num_crops = 2 * self.crop_padding + 1
-        limits = [num_crops, num_crops, 2 if self.flip else 1, image_size, image_size]
-        draws = torch.rand(num_images, 5, generator=generator, dtype=torch.float64)
-        return (draws * torch.tensor(limits)).to(torch.int16)
-
-    def crop_and_flip(self, images: Tensor, rows: Tensor) -> Tensor:
-        """Crops and flips (B, 3, H, W) uint8 as their `rows` (B, 5) of the table say."""
-        if not (self.crop_padding or self.flip):
-            return images
-        height, width = images.shape[-2:]
-        top, left, flip = rows[:, :3].long().unbind(1)
-        y = torch.arange(height, device=images.device) + top[:, None] - self.crop_padding
-        x = torch.arange(width, device=images.device).expand(len(images), -1)
-        x = torch.where(flip[:, None] == 1, width - 1 - x, x) + left[:, None] - self.crop_padding
-        pixel = _reflect(y, height)[:, :, None] * width + _reflect(x, width)[:, None, :]
-        pixel = pixel.view(len(images), 1, -1).expand(-1, images.shape[1], -1)
-        return images.flatten(2).gather(2, pixel).view_as(images)
-
-    def cut_out(self, images: Tensor, rows: Tensor) -> Tensor:
-        """Sets each image's square of (B, 3, H, W) float to 0, in place."""
-        if not self.cutout:
-            return images
-        top, left = (rows[:, 3:].long() - self.cutout // 2).unbind(1)
-        y, x = (torch.arange(size, device=images.device) for size in images.shape[-2:])
-        in_rows = (y >= top[:, None]) & (y < top[:, None] + self.cutout)
-        in_columns = (x >= left[:, None]) & (x < left[:, None] + self.cutout)
-        return images.masked_fill_((in_rows[:, :, None] & in_columns[:, None, :])[:, None], 0)
-
-
-def _reflect(position: Tensor, size: int) -> Tensor:
-    """Mirrors positions outside [0, size) at the first and last pixel, as reflect padding does."""
-    return (size - 1) - ((size - 1) - position.abs()).abs()

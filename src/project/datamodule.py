@@ -10,16 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Sampler
 
-from project.data import (
-    Augment,
-    EvalBatches,
-    PackedImages,
-    Source,
-    TrainBatches,
-    normalise,
-    pack,
-    stratified_split,
-)
+from project.augment import Augment, normalise
+from project.data import EvalBatches, PackedImages, Source, TrainBatches, pack, stratified_split
 from project.errors import UserError
 
 Batch = tuple[Tensor, Tensor, Tensor]
@@ -41,7 +33,7 @@ class ImageDataModule(lightning.LightningDataModule):
         val_fraction: of each class of the training split held out for validation; 0 for none.
         split_seed: chooses which; apart from `seed`, so that seeds are compared on equal terms.
         mean, std: per channel, of images in [0, 1].
-        augment: arguments of `project.data.Augment`.
+        augment: what happens to training images.
         num_workers: loader processes a rank.
         pin_memory: page-locked batches, copied to a GPU while it computes.
         seed: of sample order and augmentation.
@@ -58,7 +50,7 @@ class ImageDataModule(lightning.LightningDataModule):
         split_seed: int,
         mean: Sequence[float],
         std: Sequence[float],
-        augment: dict[str, int],
+        augment: Augment,
         num_workers: int,
         pin_memory: bool,
         seed: int,
@@ -67,7 +59,7 @@ class ImageDataModule(lightning.LightningDataModule):
         self.source, self.root, self.image_size = source, Path(root), image_size
         self.batch_size, self.eval_batch_size = batch_size, eval_batch_size
         self.val_fraction, self.split_seed = val_fraction, split_seed
-        self.mean, self.std, self.augment = mean, std, Augment(**augment)
+        self.mean, self.std, self.augment = mean, std, augment
         self.num_workers, self.pin_memory, self.seed = num_workers, pin_memory, seed
         self._table: tuple[int, Tensor] | None = None
 
@@ -109,10 +101,10 @@ class ImageDataModule(lightning.LightningDataModule):
         sampler = TrainBatches(
             self.split[0],
             self.batch_size,
-            trainer.global_rank,
-            trainer.world_size,
-            trainer.accumulate_grad_batches,
-            self.seed,
+            rank=trainer.global_rank,
+            world_size=trainer.world_size,
+            accumulate=trainer.accumulate_grad_batches,
+            seed=self.seed,
         )
         return self._loader(self.train_images, sampler)
 

@@ -1,5 +1,7 @@
 """Files that are there whole or not at all."""
 
+import contextlib
+import itertools
 import json
 import os
 import tempfile
@@ -11,7 +13,8 @@ from typing import IO, Any
 def write_atomically(path: Path, write: Callable[[IO[bytes]], Any]) -> None:
     """Calls `write` on a temporary file beside `path`, flushes it to disk and renames it."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}-", delete=False) as part:
+    prefix = f".{path.name}-"
+    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=prefix, delete=False) as part:
         try:
             write(part)
             part.flush()
@@ -26,3 +29,16 @@ def write_atomically(path: Path, write: Callable[[IO[bytes]], Any]) -> None:
 def write_json(path: Path, content: dict[str, Any]) -> None:
     """Writes a dictionary as indented JSON, atomically."""
     write_atomically(path, lambda file: file.write(f"{json.dumps(content, indent=2)}\n".encode()))
+
+
+def unused_folder(path: str) -> str:
+    """Makes the first of `path`, `path-1`, `path-2`, ... that nobody has, and returns it.
+
+    A Hydra resolver: two runs that start in the same second never share a folder.
+    """
+    for number in itertools.count():
+        folder = Path(f"{path}-{number}" if number else path)
+        with contextlib.suppress(FileExistsError):
+            folder.mkdir(parents=True)
+            return str(folder)
+    raise AssertionError("unreachable")

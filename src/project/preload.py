@@ -11,7 +11,7 @@ gc.disable()
 import hydra.utils  # noqa: E402, F401
 import torchvision  # noqa: E402, F401
 
-import project.callbacks  # noqa: E402, F401
+import project.callbacks  # noqa: E402
 import project.rank  # noqa: E402, F401
 
 gc.freeze()

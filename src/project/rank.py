@@ -1,9 +1,11 @@
 """One rank of a run: its environment, log file, process group, and what it says when it fails."""
 
 import contextlib
+import fcntl
 import logging
 import multiprocessing
 import os
+import signal
 import sys
 import threading
 import time
@@ -26,6 +28,7 @@ from project.files import write_json
 UNFOUNDED = (
     "It is recommended to use `self.log",  # asks for sync_dist; our values are reduced already
     "`isinstance.treespec, LeafSpec.` is deprecated",  # Lightning 2.6.6 on torch 2.14
+    "Total length of `list` across ranks is zero",  # data.val_fraction=0 asks for no validation
     "The '.*_dataloader' does not have many workers",  # batches are slices of a mapped array
 )
 
@@ -61,9 +64,11 @@ def run_rank(folder: Path, train: Train, store: dist.Store | None = None) -> Non
                 write_json(folder / "results.json", results)
         except (Exception, SystemExit) as error:
             # First of all, before the other ranks can notice and fail in their turn.
-            _record_failure(report.with_suffix(".json"), error)
+            _record_failure(report, train_log, error)
             # Only an exception makes the agent end the job: an early exit with status 0 would not.
-            raise RuntimeError(f"exit {error.code}") if isinstance(error, SystemExit) else error
+            if isinstance(error, SystemExit):
+                raise RuntimeError(f"sys.exit({error.code}) inside a rank") from error
+            raise
         finally:
             _leave_group(failed=sys.exc_info()[0] is not None)
 
@@ -75,25 +80,44 @@ def cause_of(error: BaseException | None) -> UserError | None:
     return error
 
 
-def _record_failure(path: Path, error: BaseException) -> None:
+def _record_failure(report: Path, train_log: Path | None, error: BaseException) -> None:
+    """Not on the console, where the first failure is shown, and only that one."""
     mistake = cause_of(error)
-    if mistake is None:
-        log.error(traceback.format_exc().rstrip())
-    content = {
-        "time": time.time(),
-        "error": str(mistake) if mistake else f"{type(error).__name__}: {error}",
-        "traceback": None if mistake else traceback.format_exc(),
-    }
-    write_json(path, content)
+    trace = None if mistake else traceback.format_exc()
+    summary = str(mistake) if mistake else f"{type(error).__name__}: {error}"
+    content = {"time": time.time(), "error": summary, "traceback": trace}
+    content["dead"] = _dead_ranks(report.parent)
+    write_json(report.with_suffix(".json"), content)
+    with (train_log or report.with_suffix(".log")).open("a") as file:
+        file.write(trace or f"{summary}\n")
 
 
 @contextlib.contextmanager
 def _pid_file(path: Path) -> Iterator[None]:
-    path.write_text(f"{os.getpid()}\n")
-    try:
-        yield
-    finally:
-        path.unlink(missing_ok=True)
+    """Shows who is alive: the file is there and locked from the start of a rank to its end."""
+    with path.open("w") as file:
+        fcntl.lockf(file, fcntl.LOCK_EX)
+        file.write(f"{os.getpid()}\n")
+        file.flush()
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)
+
+
+def _dead_ranks(ranks: Path) -> list[int]:
+    """Ranks that died without a word: their file is still there, the lock went with the process.
+
+    The kernel closes a dying process's files in the order of their opening, so that the lock is
+    free before the sockets break from which the other ranks learn of a death.
+    """
+    dead = []
+    for path in ranks.glob("*.pid"):
+        with path.open("a") as file, contextlib.suppress(BlockingIOError):
+            if path.stem != os.environ["RANK"]:
+                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                dead.append(int(path.stem))
+    return dead
 
 
 @contextlib.contextmanager
@@ -108,23 +132,23 @@ def _logging(train_log: Path | None, report: Path) -> Iterator[None]:
             for stream in (sys.stdout, sys.stderr):
                 stream.flush()
                 os.dup2(file.fileno(), stream.fileno())
-    root, before = logging.getLogger(), logging.getLogger().level
-    logging.captureWarnings(True)
-    for beginning in UNFOUNDED:
-        warnings.filterwarnings("ignore", beginning)
+    import lightning.pytorch  # sets its loggers up when imported: so before they are changed here
+
+    root = logging.getLogger()
+    before = root.level, root.handlers
     root.setLevel(logging.INFO)
-    for name in ("lightning.pytorch", "lightning.fabric"):  # their tips and notices
-        logging.getLogger(name).setLevel(logging.WARNING)
-    for handler in handlers:
-        root.addHandler(handler)
+    root.handlers = handlers
+    lightning.pytorch._logger.setLevel(logging.WARNING)  # no tips, no notices
+    logging.captureWarnings(True)
+    for pattern in UNFOUNDED:
+        warnings.filterwarnings("ignore", pattern)
     try:
         yield
     finally:
-        for handler in handlers:
-            root.removeHandler(handler)
-            handler.close()
-        root.setLevel(before)
         logging.captureWarnings(False)
+        root.level, root.handlers = before
+        for handler in handlers:
+            handler.close()
 
 
 def _join_group(cfg: DictConfig, store: dist.Store | None) -> None:
@@ -151,6 +175,7 @@ def _leave_group(failed: bool) -> None:
 def rank_process(folder: str, train: Train) -> None:
     """The entry point of a process that the agent starts from the fork server."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # the agent passes it on; shells may ignore it
     threads = os.environ.get("OMP_NUM_THREADS")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     local_ranks = int(os.environ["LOCAL_WORLD_SIZE"])

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from PIL import Image, UnidentifiedImageError
 from torchvision.datasets import CIFAR10, ImageFolder
-from torchvision.transforms import functional as TF  # noqa: N812
+from torchvision.transforms import functional as TF
 
 from project.errors import UserError
 
@@ -72,7 +72,8 @@ def decode(path: str, image_size: int) -> Image.Image:
     return TF.center_crop(TF.resize(image, image_size), [image_size, image_size])  # type: ignore
 
 
-SHAPES = "disc square triangle diamond cross ring frame heart crescent star".split()
+SHAPES = ["disc", "square", "triangle", "diamond", "cross"]
+SHAPES += ["ring", "frame", "heart", "crescent", "star"]
 
 
 def shapes(

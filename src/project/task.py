@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from project.data import seed_from
+from project.augment import seed_from
 from project.datamodule import Batch
 
 
@@ -31,7 +31,7 @@ class EpochSums:
         self.num_classes = num_classes
 
     def add(self, losses: Tensor, logits: Tensor, labels: Tensor) -> None:
-        """Counts a batch without waiting for the device; losses (B,), logits (B, C), labels (B,)."""
+        """Counts a batch without waiting for the device; (B,), (B, C), (B,)."""
         self.loss += losses.detach().double().sum()
         cells = labels * self.num_classes + logits.detach().argmax(1)
         self.confusion.scatter_add_(0, cells, torch.ones_like(cells))

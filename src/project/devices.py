@@ -1,0 +1,50 @@
+"""How many ranks a config asks for, and whether the machine has the devices for them."""
+
+import os
+
+import torch
+from omegaconf import DictConfig, ListConfig
+
+from project.errors import UserError
+
+RANKS_PER_CORE = 4  # on CPUs; more is a typing error, and would drown the machine
+
+
+def num_local_ranks(trainer: DictConfig) -> int:
+    """Ranks on this node: one a GPU, or on CPUs as many as `trainer.devices` says.
+
+    Raises:
+        UserError: the devices do not exist.
+    """
+    accelerator, devices = trainer.accelerator, trainer.devices
+    num_gpus = torch.cuda.device_count()
+    if accelerator in ("gpu", "cuda") and num_gpus == 0:
+        raise UserError(f"trainer.accelerator={accelerator}: torch sees no GPU here (trainer=cpu?)")
+    if accelerator == "cpu" or num_gpus == 0:
+        limit = RANKS_PER_CORE * (os.cpu_count() or 1)
+        devices = 1 if devices == "auto" else devices
+        if not isinstance(devices, int) or not 1 <= devices <= limit:
+            raise UserError(f"trainer.devices={devices}: on this CPU choose 1 to {limit} ranks.")
+        return devices
+    chosen = range(num_gpus) if devices in ("auto", -1) else devices
+    chosen = range(chosen) if isinstance(chosen, int) else chosen
+    if not isinstance(chosen, range | ListConfig) or not chosen:
+        raise UserError(f"trainer.devices={devices}: give a number, a list of GPUs, -1 or auto.")
+    if not set(chosen) <= set(range(num_gpus)) or len(set(chosen)) < len(chosen):
+        raise UserError(f"trainer.devices={devices}: there are {num_gpus} GPUs here, from 0.")
+    return len(chosen)
+
+
+def check_world(num_ranks: int, trainer: DictConfig) -> None:
+    """Refuses a config that does not ask for just the ranks that torchrun has started.
+
+    Raises:
+        UserError: with both numbers.
+    """
+    asked = num_ranks * trainer.num_nodes
+    world_size = int(os.environ["WORLD_SIZE"])
+    if asked != world_size or num_ranks != int(os.environ["LOCAL_WORLD_SIZE"]):
+        raise UserError(
+            f"trainer.devices={trainer.devices} × trainer.num_nodes={trainer.num_nodes} are "
+            f"{asked} ranks, but torchrun started {world_size}."
+        )
