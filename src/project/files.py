@@ -1,7 +1,5 @@
 """Files that are there whole or not at all."""
 
-import contextlib
-import itertools
 import json
 import os
 import tempfile
@@ -29,16 +27,3 @@ def write_atomically(path: Path, write: Callable[[IO[bytes]], Any]) -> None:
 def write_json(path: Path, content: dict[str, Any]) -> None:
     """Writes a dictionary as indented JSON, atomically."""
     write_atomically(path, lambda file: file.write(f"{json.dumps(content, indent=2)}\n".encode()))
-
-
-def unused_folder(path: str) -> str:
-    """Makes the first of `path`, `path-1`, `path-2`, ... that nobody has, and returns it.
-
-    A Hydra resolver: two runs that start in the same second never share a folder.
-    """
-    for number in itertools.count():
-        folder = Path(f"{path}-{number}" if number else path)
-        with contextlib.suppress(FileExistsError):
-            folder.mkdir(parents=True)
-            return str(folder)
-    raise AssertionError("unreachable")

@@ -27,10 +27,9 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from project.devices import check_world, num_local_ranks
 from project.errors import UserError
-from project.files import unused_folder, write_json
+from project.files import write_json
+from project.folder import shown
 from project.rank import Train, rank_process, run_rank
-
-OmegaConf.register_new_resolver("unused_folder", unused_folder, use_cache=True, replace=True)
 
 
 class RankFailed(Exception):
@@ -74,15 +73,14 @@ def run_job(train: Train) -> None:
     except UserError as error:
         sys.exit(f"train.py: {error}")
     except RankFailed as error:
-        sys.exit(f"{error.traceback}\ntrain.py: {error}. Run folder: {_shown(folder)}")
+        sys.exit(f"{error.traceback}\ntrain.py: {error}. Run folder: {shown(folder)}")
     except SignalException as stopped:
         reason = f"stopped by {signal.Signals(stopped.sigval).name}"
         write_json(folder / "results.json", {"status": "failed", "reason": reason})
-        print(f"train.py: {reason}. Run folder: {_shown(folder)}", file=sys.stderr)
+        print(f"train.py: {reason}. Run folder: {shown(folder)}", file=sys.stderr)
         sys.exit(128 + stopped.sigval)
-    shown = [f"{k} {v:.4f}" for k, v in results.items() if k.split("/")[-1] in ("acc", "loss")]
-    if os.environ.get("RANK", "0") == "0":
-        print("  ".join([*shown, f"{results['seconds']} s", f"in {_shown(folder)}"]))
+    metrics = [f"{k} {v:.4f}" for k, v in results.items() if k.split("/")[-1] in ("acc", "loss")]
+    print("  ".join([*metrics, f"{results['seconds']} s", f"in {shown(folder)}"]))
 
 
 def run(folder: Path, train: Train) -> dict[str, Any]:
@@ -99,8 +97,8 @@ def run(folder: Path, train: Train) -> dict[str, Any]:
     results = folder / "results.json"
     for stale in (results, *folder.glob("ranks/*.json")):
         stale.unlink(missing_ok=True)  # success and failure are what this attempt writes
-    num_ranks = num_local_ranks(cfg.trainer)
     try:
+        num_ranks = num_local_ranks(cfg.trainer)
         if dist.is_torchelastic_launched():
             check_world(num_ranks, cfg.trainer)
             _launcher_store().set("folder", str(folder))
@@ -184,11 +182,6 @@ def _launcher_store() -> dist.Store:
     """Where the ranks of an outside torchrun meet."""
     store, _, _ = next(iter(dist.rendezvous("env://")))
     return store
-
-
-def _shown(folder: Path) -> str:
-    """A path as short as can be."""
-    return min(os.path.relpath(folder), str(folder), key=len)
 
 
 @contextlib.contextmanager
