@@ -1,0 +1,76 @@
+"""Fixtures: real processes, real images, small datasets."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torchvision.datasets import ImageFolder
+
+REPOSITORY = Path(__file__).parents[1]
+REAL_IMAGES = REPOSITORY / "data" / "cifar10-jpeg"
+# A run of seconds on drawn shapes, to which tests add what they are about.
+TINY = [
+    "experiment=quickstart",
+    "data.source.num_train=400",
+    "data.source.num_test=101",
+    "data.batch_size=40",
+    "model.widths=[8]",
+    "trainer.max_steps=12",
+]
+
+Run = subprocess.CompletedProcess[str]
+
+
+def environment(**variables: str) -> dict[str, str]:
+    """One thread a rank, so that sums are made in one order; the tests' own modules to import."""
+    own = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY / "tests")}
+    return {**os.environ, **own, **variables}
+
+
+@pytest.fixture(scope="session")
+def command(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Run]:
+    """Runs a command line from the repository's root; data sets it makes lie in a temporary one."""
+    root = tmp_path_factory.mktemp("root")
+
+    def run(*arguments: str | Path, timeout: float = 100, **variables: str) -> Run:
+        words = [str(word) for word in arguments]
+        if "train.py" in words:
+            words[words.index("train.py")] = str(REPOSITORY / "train.py")
+        launcher = ["-m", "torch.distributed.run"] if words[0] == "torchrun" else []
+        return subprocess.run(
+            [sys.executable, *launcher, *words[1:]],
+            cwd=root,
+            env=environment(**variables),
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            check=False,
+        )
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def real_images(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An image folder of 100 + 10 real images a class: CIFAR-10 (JPEG copies)."""
+    if not REAL_IMAGES.exists():
+        pytest.skip(f"needs real images in {REAL_IMAGES.relative_to(REPOSITORY)}, see README.md")
+    root = tmp_path_factory.mktemp("real")
+    for split, count in ("train", 100), ("test", 10):
+        for folder in sorted((REAL_IMAGES / split).iterdir()):
+            (root / split / folder.name).mkdir(parents=True)
+            for path in sorted(folder.iterdir())[:count]:
+                (root / split / folder.name / path.name).symlink_to(path)
+    return root
+
+
+@pytest.fixture(scope="session")
+def thousand_images(real_images: Path) -> torch.Tensor:
+    """The 1,000 real training images, (1000, 3, 32, 32) uint8, decoded without our code."""
+    from torchvision.transforms.functional import pil_to_tensor
+
+    return torch.stack([pil_to_tensor(image) for image, _ in ImageFolder(real_images / "train")])

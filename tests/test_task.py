@@ -1,0 +1,173 @@
+"""What a Trainer makes of the task and the data module, in one process."""
+
+from functools import partial
+from typing import Any
+
+import lightning
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from project import sources
+from project.augment import Augment, normalise
+from project.datamodule import ImageDataModule
+from project.errors import UserError
+from project.model import CNN
+from project.optim import warmup_then_decay
+from project.task import Classifier, EpochSums
+
+SETTINGS: dict[str, Any] = {
+    "image_size": 32,
+    "batch_size": 30,
+    "eval_batch_size": 16,
+    "val_fraction": 0.1,
+    "split_seed": 0,
+    "mean": (0.5, 0.5, 0.5),
+    "std": (0.25, 0.25, 0.25),
+    "augment": Augment(crop_padding=4, flip=True),
+    "num_workers": 0,
+    "pin_memory": False,
+    "seed": 0,
+}
+
+
+@pytest.fixture(scope="module")
+def make_data(tmp_path_factory):
+    root = tmp_path_factory.mktemp("shapes")
+    source = partial(sources.shapes, num_train=200, num_test=101, seed=0)
+    return lambda **changes: ImageDataModule(source, str(root), **SETTINGS | changes)
+
+
+def make_task(net: nn.Module | None = None, seed: int = 0) -> Classifier:
+    torch.manual_seed(seed)
+    sgd = partial(torch.optim.SGD, lr=0.05)
+    schedule = partial(warmup_then_decay, warmup=0.1, decay="linear")
+    return Classifier(net or CNN(10, widths=[4]), sgd, schedule, num_classes=10, seed=seed)
+
+
+def make_trainer(**changes: Any) -> lightning.Trainer:
+    settings: dict[str, Any] = {
+        "accelerator": "cpu",
+        "max_epochs": 2,
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "use_distributed_sampler": False,
+        "num_sanity_val_steps": 0,
+    }
+    return lightning.Trainer(**settings | changes)
+
+
+LIMITS = [
+    {},
+    {"accumulate_grad_batches": 3},
+    {"limit_train_batches": 4},
+    {"limit_train_batches": 0.5},
+    {"limit_train_batches": 4, "accumulate_grad_batches": 2},
+    {"max_steps": 5},
+    {"max_epochs": -1, "max_steps": 9},
+]
+
+
+@pytest.mark.parametrize("limits", LIMITS, ids=str)
+def test_the_schedule_has_as_many_steps_as_the_training(make_data, limits):
+    data, task, trainer = make_data(), make_task(), make_trainer(**limits)
+    trainer.fit(task, datamodule=data)
+    assert trainer.global_step == data.num_steps() > 0
+    assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(0, abs=1e-12)
+
+
+def test_what_has_no_end_or_cuts_a_step_in_two_is_refused(make_data):
+    with pytest.raises(UserError, match="no end"):
+        make_trainer(max_epochs=-1).fit(make_task(), datamodule=make_data())
+    trainer = make_trainer(limit_train_batches=4, accumulate_grad_batches=3)
+    with pytest.raises(UserError, match="leaves 4 batches an epoch"):
+        trainer.fit(make_task(), datamodule=make_data())
+
+
+def test_train_and_test_of_different_classes_are_refused(tmp_path):
+    def source(root, split, image_size):
+        listing = sources.shapes(root, split, image_size, num_train=20, num_test=20, seed=0)
+        return listing._replace(classes=[f"{name} {split}" for name in listing.classes])
+
+    with pytest.raises(UserError, match=r"differ in classes .*disc test"):
+        ImageDataModule(source, str(tmp_path), **SETTINGS).test_images  # noqa: B018
+
+
+class Spy(nn.Module):
+    """A linear network that keeps the images it saw."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head, self.seen = nn.Linear(3 * 32 * 32, 10), []
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        self.seen.append(images.detach().clone())
+        return self.head(images.flatten(1))
+
+
+def test_test_images_are_only_normalised_and_each_is_scored_once(make_data):
+    data, spy = make_data(), Spy()
+    task = make_task(spy)
+    make_trainer().test(task, datamodule=data, verbose=False)
+    images, labels, _ = data.test_images[torch.arange(101)]
+    plain = normalise(images, data.mean, data.std)
+    assert torch.equal(torch.cat(spy.seen), plain)
+    logits = spy.head(plain.flatten(1))
+    assert task.metrics["test/count"] == 101
+    assert task.metrics["test/acc"] == int((logits.argmax(1) == labels).sum()) / 101
+    assert task.metrics["test/loss"] == pytest.approx(F.cross_entropy(logits, labels).item())
+    assert task.confusion is not None
+    assert task.confusion.sum(1).equal(torch.bincount(labels, minlength=10))
+
+
+def test_training_sees_the_training_part_augmented_by_the_epochs_table(make_data):
+    data, spy = make_data(), Spy()
+    make_trainer(max_epochs=1, limit_val_batches=0).fit(make_task(spy), datamodule=data)
+    order = torch.cat(list(data.train_dataloader().sampler))
+    table = data.augment.table(200, 32, seed=0, epoch=0)[order]
+    images = data.augment.crop_and_flip(data.train_images[order][0], table)
+    assert torch.equal(torch.cat(spy.seen), normalise(images, data.mean, data.std))
+    assert not set(order.tolist()) & set(data.split[1].tolist())
+
+
+def test_sums_of_uneven_batches_are_those_of_the_whole():
+    logits, labels = torch.randn(107, 5), torch.randint(5, (107,))
+    losses = F.cross_entropy(logits, labels, reduction="none")
+    sums = EpochSums(5, torch.device("cpu"))
+    for part in torch.arange(107).split(50):  # 50, 50 and 7
+        sums.add(losses[part], logits[part], labels[part])
+    sums.add(losses[:0], logits[:0], labels[:0])
+    loss, accuracy, count, matrix = sums.reduce()
+    assert loss == pytest.approx(losses.double().mean().item(), rel=1e-12)
+    assert accuracy == int((logits.argmax(1) == labels).sum()) / 107
+    assert count == int(matrix.sum()) == 107
+    assert matrix[2, 3] == int(((labels == 2) & (logits.argmax(1) == 3)).sum())
+
+
+class Disturbance(lightning.Callback):
+    """Draws from the global generator between batches, as a foreign callback may."""
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
+        torch.rand(7)
+
+
+def test_dropout_is_a_function_of_seed_step_and_rank(make_data):
+    nets = []
+    for extra in [], [Disturbance()]:
+        torch.manual_seed(0)
+        task = make_task(nn.Sequential(nn.Flatten(), nn.Dropout(), nn.Linear(3072, 10)))
+        make_trainer(callbacks=extra).fit(task, datamodule=make_data())
+        nets.append(task.net.state_dict())
+    assert all(torch.equal(nets[0][name], nets[1][name]) for name in nets[0])
+
+
+def test_another_seed_gives_another_network(make_data):
+    nets = []
+    for seed in 0, 1:
+        task = make_task(seed=seed)
+        make_trainer(max_epochs=1).fit(task, datamodule=make_data(seed=seed))
+        nets.append(task.net.state_dict())
+    assert not torch.equal(nets[0]["head.weight"], nets[1]["head.weight"])
