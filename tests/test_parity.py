@@ -12,7 +12,7 @@ import torch
 from conftest import REPOSITORY, environment
 from project.model import CNN
 
-STEPS = 20  # 1,000 images are 15 steps an epoch on one rank and 7 on two: epochs are crossed
+STEPS = 20  # 1,000 images are 15 steps an epoch on one rank, 7 on two, 3 on four
 
 
 def digest(state: dict[str, torch.Tensor]) -> str:
@@ -21,12 +21,15 @@ def digest(state: dict[str, torch.Tensor]) -> str:
     return hashlib.sha256(b"".join(parts)).hexdigest()[:16]
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=["1 rank", "2 ranks"])
+RANKS = [1, 2, pytest.param(4, marks=pytest.mark.slow)]
+
+
+@pytest.fixture(scope="module", params=RANKS, ids="{} ranks".format)
 def pair(request: Any, real_images: Path, tmp_path_factory: Any) -> tuple[dict, dict]:
     """The same training twice, raw and by train.py, each in processes of its own."""
     ranks, out = request.param, tmp_path_factory.mktemp("parity")
     raw = f"""-m torch.distributed.run --nproc-per-node={ranks} tests/reference_ddp.py
-        --data {real_images} --epochs 3 --max-steps {STEPS} --out {out}/raw.pt
+        --data {real_images} --epochs 10 --max-steps {STEPS} --out {out}/raw.pt
         --trace {out}/trace.pt"""
     ours = f"""train.py experiment=tutorial trainer=cpu trainer.devices={ranks}
         data=imagefolder data.root={real_images} data.batch_size={64 * ranks}

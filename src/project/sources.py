@@ -64,7 +64,8 @@ def imagefolder(root: Path, split: str, image_size: int) -> Listing:
 def decode(path: str, image_size: int) -> Image.Image:
     """Reads one image file as RGB, `image_size` pixels square."""
     try:
-        image = Image.open(path).convert("RGB")
+        with Image.open(path) as file:
+            image = file.convert("RGB")
     except (UnidentifiedImageError, OSError) as error:
         raise UserError(f"{path} cannot be decoded as an image ({error}).") from error
     if image.size == (image_size, image_size):
