@@ -89,7 +89,7 @@ def test_a_failed_pack_leaves_nothing_and_the_next_try_succeeds(tmp_path):
     broken.write_bytes(whole[:50])
     with pytest.raises(UserError, match=r"bee/0\.png cannot be decoded"):
         pack(sources.imagefolder, tmp_path, "train", 32)
-    assert not [path for path in (tmp_path / ".packed").iterdir() if path.suffix != ".lock"]
+    assert not (tmp_path / ".packed").exists()
     broken.write_bytes(whole)
     assert len(pack(sources.imagefolder, tmp_path, "train", 32)) == 6
 
@@ -99,7 +99,8 @@ def test_a_failed_pack_leaves_nothing_and_the_next_try_succeeds(tmp_path):
 
 def test_a_missing_or_empty_folder_is_named(tmp_path):
     with pytest.raises(UserError, match="nowhere"):
-        pack(sources.imagefolder, tmp_path / "nowhere", "train", 32)
+        pack(sources.imagefolder, tmp_path / "nowhere" / "images", "train", 32)
+    assert not (tmp_path / "nowhere").exists()
     (tmp_path / "train" / "ant").mkdir(parents=True)
     with pytest.raises(UserError, match="holds no images"):
         pack(sources.imagefolder, tmp_path, "train", 32)
@@ -184,6 +185,11 @@ def test_the_split_follows_from_its_own_seed():
     assert not torch.equal(stratified_split(labels, 0.1, 5)[1], stratified_split(labels, 0.1, 6)[1])
 
 
+def test_a_fraction_that_leaves_no_image_is_refused():
+    with pytest.raises(UserError, match="no image to validate on"):
+        stratified_split(torch.arange(20) % 10, 0.1, seed=0)
+
+
 def test_no_fraction_is_no_validation():
     train, val = stratified_split(torch.arange(20) % 10, 0, seed=0)
     assert (train.tolist(), val.tolist()) == (list(range(20)), [])
@@ -248,5 +254,5 @@ def test_a_global_batch_that_does_not_divide_is_refused_with_the_nearest_that_do
 
 
 def test_fewer_images_than_one_step_are_refused():
-    with pytest.raises(UserError, match="512 is more than the 100 training images"):
+    with pytest.raises(UserError, match="512 of 100 training images"):
         TrainBatches(torch.arange(100), 512, rank=0, world_size=1, accumulate=1, seed=0)

@@ -10,6 +10,7 @@ import torch
 from omegaconf import OmegaConf
 
 from conftest import TINY
+from project import devices as devices_module
 from project.devices import num_local_ranks
 from project.errors import UserError
 from project.folder import unused_folder
@@ -19,6 +20,7 @@ from project.folder import unused_folder
 
 def ranks(accelerator: str, devices: object, num_gpus: int, monkeypatch) -> int:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
+    monkeypatch.setattr(devices_module, "num_cores", lambda: 1)
     config = OmegaConf.create({"accelerator": accelerator, "devices": devices})
     return num_local_ranks(config)
 
@@ -38,7 +40,6 @@ def ranks(accelerator: str, devices: object, num_gpus: int, monkeypatch) -> int:
     ],
 )
 def test_devices_mean(accelerator, devices, num_gpus, expected, monkeypatch):
-    monkeypatch.setattr(os, "cpu_count", lambda: 1)
     assert ranks(accelerator, devices, num_gpus, monkeypatch) == expected
 
 
@@ -62,7 +63,6 @@ def test_devices_mean(accelerator, devices, num_gpus, expected, monkeypatch):
 def test_devices_that_do_not_exist_are_refused(
     accelerator, devices, num_gpus, message, monkeypatch
 ):
-    monkeypatch.setattr(os, "cpu_count", lambda: 1)
     with pytest.raises(UserError, match=message):
         ranks(accelerator, devices, num_gpus, monkeypatch)
 

@@ -82,6 +82,8 @@ def test_the_schedule_has_as_many_steps_as_the_training(make_data, limits):
 def test_what_has_no_end_or_cuts_a_step_in_two_is_refused(make_data):
     with pytest.raises(UserError, match="no end"):
         make_trainer(max_epochs=-1).fit(make_task(), datamodule=make_data())
+    with pytest.raises(UserError, match="no step"):
+        make_trainer(max_epochs=0).fit(make_task(), datamodule=make_data())
     trainer = make_trainer(limit_train_batches=4, accumulate_grad_batches=3)
     with pytest.raises(UserError, match="leaves 4 batches an epoch"):
         trainer.fit(make_task(), datamodule=make_data())
@@ -160,6 +162,15 @@ def test_dropout_is_a_function_of_seed_step_and_rank(make_data):
         torch.manual_seed(0)
         task = make_task(nn.Sequential(nn.Flatten(), nn.Dropout(), nn.Linear(3072, 10)))
         make_trainer(callbacks=extra).fit(task, datamodule=make_data())
+        nets.append(task.net.state_dict())
+    assert all(torch.equal(nets[0][name], nets[1][name]) for name in nets[0])
+
+
+def test_loader_workers_change_nothing(make_data):
+    nets = []
+    for num_workers in 0, 2:
+        task = make_task()
+        make_trainer().fit(task, datamodule=make_data(num_workers=num_workers))
         nets.append(task.net.state_dict())
     assert all(torch.equal(nets[0][name], nets[1][name]) for name in nets[0])
 

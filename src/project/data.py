@@ -1,5 +1,6 @@
 """Images as packed uint8 arrays: packed once, mapped by every rank, fetched by index."""
 
+import contextlib
 import hashlib
 import inspect
 import json
@@ -54,11 +55,26 @@ def pack(source: Source, root: Path, split: str, image_size: int) -> PackedImage
     packs = pack_folder(root)
     folder = packs / f"{_identity(source, root, split, image_size)}-{split}"
     if not folder.exists():
-        packs.mkdir(parents=True, exist_ok=True)
-        with FileLock(packs / f"{folder.name}.lock"):
+        with _made(packs), FileLock(packs / f"{folder.name}.lock"):
             if not folder.exists():
                 _write_pack(source, root, split, image_size, folder)
     return PackedImages(folder)
+
+
+@contextlib.contextmanager
+def _made(folder: Path) -> Iterator[None]:
+    """Makes a folder; if nothing comes to lie in it, a mistyped root leaves no trace."""
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        yield
+    except UserError:
+        for lock in folder.glob("*.lock") if missing else ():
+            lock.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # not empty: somebody else's
+            for path in missing:
+                path.rmdir()
+        raise
 
 
 def pack_folder(root: Path) -> Path:
@@ -118,6 +134,10 @@ def stratified_split(labels: Tensor, fraction: float, seed: int) -> tuple[Tensor
         members = (labels == label).nonzero()[:, 0]
         order = torch.randperm(len(members), generator=generator)
         held_out[members[order[: round(fraction * len(members))]]] = True
+    if fraction and not held_out.any():
+        raise UserError(
+            f"data.val_fraction={fraction} of these classes is no image to validate on."
+        )
     return (~held_out).nonzero()[:, 0], held_out.nonzero()[:, 0]
 
 
@@ -136,6 +156,19 @@ def local_batch_size(batch_size: int, world_size: int, accumulate: int) -> int:
         f"data.batch_size={batch_size} is the global batch and does not divide by "
         f"{world_size} ranks × {accumulate} accumulated batches. Nearest that do: {sizes}."
     )
+
+
+def steps_per_epoch(num_images: int, batch_size: int) -> int:
+    """Optimizer steps of an epoch; the images that do not fill the last are dropped.
+
+    Raises:
+        UserError: there is not even one.
+    """
+    if num_images < batch_size:
+        raise UserError(
+            f"data.batch_size={batch_size} is more than the {num_images} training images."
+        )
+    return num_images // batch_size
 
 
 class TrainBatches(Sampler[Tensor]):
@@ -160,11 +193,7 @@ class TrainBatches(Sampler[Tensor]):
     ) -> None:
         self.indices = indices
         self.local = local_batch_size(batch_size, world_size, accumulate)
-        self.num_batches = len(indices) // batch_size * accumulate
-        if self.num_batches == 0:
-            raise UserError(
-                f"data.batch_size={batch_size} is more than the {len(indices)} training images."
-            )
+        self.num_batches = steps_per_epoch(len(indices), batch_size) * accumulate
         positions: Any = range(len(indices))  # only its length matters
         self.order = DistributedSampler(positions, world_size, rank, seed=seed, drop_last=True)
 

@@ -11,7 +11,15 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Sampler
 
 from project.augment import Augment, normalise
-from project.data import EvalBatches, PackedImages, Source, TrainBatches, pack, stratified_split
+from project.data import (
+    EvalBatches,
+    PackedImages,
+    Source,
+    TrainBatches,
+    pack,
+    steps_per_epoch,
+    stratified_split,
+)
 from project.errors import UserError
 
 Batch = tuple[Tensor, Tensor, Tensor]
@@ -123,11 +131,11 @@ class ImageDataModule(lightning.LightningDataModule):
         Not from `trainer.estimated_stepping_batches`, which would build the loaders.
 
         Raises:
-            UserError: the training has no end, or an epoch's limit cuts an optimizer step in two.
+            UserError: training has no end or no step, or an epoch's limit cuts a step in two.
         """
         trainer = self._trainer
         accumulate, limit = trainer.accumulate_grad_batches, trainer.limit_train_batches
-        batches = len(self.split[0]) // self.batch_size * accumulate
+        batches = steps_per_epoch(len(self.split[0]), self.batch_size) * accumulate
         limited = min(batches, limit) if isinstance(limit, int) else int(batches * limit)
         if limited % accumulate:
             raise UserError(
@@ -138,8 +146,9 @@ class ImageDataModule(lightning.LightningDataModule):
         epochs = math.inf if max_epochs < 0 else max_epochs
         steps = limited // accumulate * epochs
         steps = min(steps, trainer.max_steps) if trainer.max_steps >= 0 else steps
-        if steps == math.inf:
-            raise UserError("Set trainer.max_epochs or trainer.max_steps: training has no end.")
+        if steps in (0, math.inf):
+            wrong = "no end" if steps else "no step"
+            raise UserError(f"Set trainer.max_epochs or trainer.max_steps: training has {wrong}.")
         return int(steps)
 
     def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:

@@ -10,6 +10,13 @@ from project.errors import UserError
 RANKS_PER_CORE = 4  # on CPUs; more is a typing error, and would drown the machine
 
 
+def num_cores() -> int:
+    """CPU cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
 def num_local_ranks(trainer: DictConfig) -> int:
     """Ranks on this node: one a GPU, or on CPUs as many as `trainer.devices` says.
 
@@ -21,7 +28,7 @@ def num_local_ranks(trainer: DictConfig) -> int:
     if accelerator in ("gpu", "cuda") and num_gpus == 0:
         raise UserError(f"trainer.accelerator={accelerator}: torch sees no GPU here (trainer=cpu?)")
     if accelerator == "cpu" or num_gpus == 0:
-        limit = RANKS_PER_CORE * (os.cpu_count() or 1)
+        limit = RANKS_PER_CORE * num_cores()
         devices = 1 if devices == "auto" else devices
         if not isinstance(devices, int) or not 1 <= devices <= limit:
             raise UserError(f"trainer.devices={devices}: on this CPU choose 1 to {limit} ranks.")

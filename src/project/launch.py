@@ -95,7 +95,7 @@ def run(folder: Path, train: Train) -> dict[str, Any]:
     """
     cfg: Any = OmegaConf.load(folder / ".hydra" / "config.yaml")
     results = folder / "results.json"
-    for stale in (results, *folder.glob("ranks/*.json")):
+    for stale in (results, *folder.glob("ranks/*.json"), *folder.glob("ranks/*.pid")):
         stale.unlink(missing_ok=True)  # success and failure are what this attempt writes
     try:
         num_ranks = num_local_ranks(cfg.trainer)

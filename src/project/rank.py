@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from omegaconf import DictConfig, OmegaConf
 
+from project.devices import num_cores
 from project.errors import UserError
 from project.files import write_json
 
@@ -65,12 +66,13 @@ def run_rank(folder: Path, train: Train, store: dist.Store | None = None) -> Non
         except (Exception, SystemExit) as error:
             # First of all, before the other ranks can notice and fail in their turn.
             _record_failure(report, train_log, error)
+            if not torch.cuda.is_initialized():  # NCCL waits for collectives that will never end
+                _leave_group()
             # Only an exception makes the agent end the job: an early exit with status 0 would not.
             if isinstance(error, SystemExit):
                 raise RuntimeError(f"sys.exit({error.code}) inside a rank") from error
             raise
-        finally:
-            _leave_group(failed=sys.exc_info()[0] is not None)
+        _leave_group()
 
 
 def cause_of(error: BaseException | None) -> UserError | None:
@@ -166,9 +168,8 @@ def _join_group(cfg: DictConfig, store: dist.Store | None) -> None:
     )
 
 
-def _leave_group(failed: bool) -> None:
-    # After a failure NCCL would wait here for collectives that never end.
-    if dist.is_initialized() and not (failed and torch.cuda.is_initialized()):
+def _leave_group() -> None:
+    if dist.is_initialized():
         dist.destroy_process_group()
 
 
@@ -176,10 +177,8 @@ def rank_process(folder: str, train: Train) -> None:
     """The entry point of a process that the agent starts from the fork server."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # the agent passes it on; shells may ignore it
-    threads = os.environ.get("OMP_NUM_THREADS")
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    local_ranks = int(os.environ["LOCAL_WORLD_SIZE"])
-    torch.set_num_threads(int(threads) if threads else max((cores or 1) // local_ranks, 1))
+    share = max(num_cores() // int(os.environ["LOCAL_WORLD_SIZE"]), 1)
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or share))
     run_rank(Path(folder), train)
 
 
