@@ -11,16 +11,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Sampler
 
 from project.augment import Augment, normalise
-from project.data import (
-    EvalBatches,
-    PackedImages,
-    Source,
-    TrainBatches,
-    pack,
-    steps_per_epoch,
-    stratified_split,
-)
+from project.data import EvalBatches, TrainBatches, steps_per_epoch, stratified_split
 from project.errors import UserError
+from project.pack import PackedImages, Source, pack
 
 Batch = tuple[Tensor, Tensor, Tensor]
 

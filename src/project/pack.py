@@ -1,0 +1,117 @@
+"""Images as uint8 arrays: packed once, mapped by every rank, fetched by index."""
+
+import contextlib
+import hashlib
+import inspect
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from filelock import FileLock
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from project.errors import UserError
+
+Source = Callable[[Path, str, int], Any]  # (root, split, image_size) -> sources.Listing
+
+
+class PackedImages(Dataset):
+    """One split of a dataset, mapped read-only from the files that `pack` wrote.
+
+    Attributes:
+        images: (N, 3, H, W) uint8, mapped, so that all ranks share one copy in the page cache.
+        labels: (N,) int64.
+        classes: names, in the order of the labels.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.images = np.load(folder / "images.npy", mmap_mode="r")
+        self.labels = torch.from_numpy(np.load(folder / "labels.npy"))
+        self.classes: list[str] = json.loads((folder / "classes.json").read_text("utf-8"))
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """A batch by index array (B,): images (B, 3, H, W) uint8, labels (B,), and the index."""
+        return torch.from_numpy(self.images[index.numpy()]), self.labels[index], index
+
+
+def pack(source: Source, root: Path, split: str, image_size: int) -> PackedImages:
+    """Maps a split of `source`, decoding it first if no pack of just this data exists.
+
+    Whoever comes first, rank, run or node, packs under a file lock while the others wait; files
+    appear complete or not at all. A changed source function, changed arguments, or an image that
+    was added to or removed from a class folder give another pack.
+    """
+    packs = pack_folder(root)
+    folder = packs / f"{_identity(source, root, split, image_size)}-{split}"
+    if not folder.exists():
+        with _made(packs), FileLock(packs / f"{folder.name}.lock"):
+            if not folder.exists():
+                _write_pack(source, root, split, image_size, folder)
+    return PackedImages(folder)
+
+
+@contextlib.contextmanager
+def _made(folder: Path) -> Iterator[None]:
+    """Makes a folder; if nothing comes to lie in it, a mistyped root leaves no trace."""
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        yield
+    except UserError:
+        for lock in folder.glob("*.lock") if missing else ():
+            lock.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # not empty: somebody else's
+            for path in missing:
+                path.rmdir()
+        raise
+
+
+def pack_folder(root: Path) -> Path:
+    """`root/.packed`, or a folder of the user's cache where `root` cannot be written."""
+    parent = next(p for p in [root, *root.absolute().parents] if p.exists())
+    if os.access(parent, os.W_OK):
+        return root / ".packed"
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return cache / "project" / hashlib.blake2b(bytes(root.resolve()), digest_size=8).hexdigest()
+
+
+def _identity(source: Source, root: Path, split: str, image_size: int) -> str:
+    function, arguments = getattr(source, "func", source), getattr(source, "keywords", {})
+    folders = sorted((root / split).glob("*/"))
+    parts = [
+        function.__module__,
+        inspect.getsource(inspect.getmodule(function) or function),
+        sorted(arguments.items()),
+        image_size,
+        [(folder.name, folder.stat().st_mtime_ns) for folder in folders],
+    ]
+    digest = hashlib.blake2b(repr(parts).encode(), digest_size=6).hexdigest()
+    return f"{function.__name__}-{image_size}-{digest}"
+
+
+def _write_pack(source: Source, root: Path, split: str, image_size: int, folder: Path) -> None:
+    listing = source(root, split, image_size)
+    shape = (len(listing.labels), 3, image_size, image_size)
+    part = folder.with_name(f"{folder.name}.part")
+    shutil.rmtree(part, ignore_errors=True)  # of a packer that was killed; we hold its lock
+    part.mkdir()
+    try:
+        packed = np.lib.format.open_memmap(part / "images.npy", "w+", np.uint8, shape)
+        for row, image in zip(packed, listing.images, strict=True):
+            row[:] = np.asarray(image).transpose(2, 0, 1)
+        packed.flush()
+        np.save(part / "labels.npy", np.asarray(listing.labels, np.int64))
+        (part / "classes.json").write_text(json.dumps(listing.classes), "utf-8")
+        part.rename(folder)
+    except BaseException:
+        shutil.rmtree(part, ignore_errors=True)
+        raise
