@@ -92,9 +92,9 @@ class RunRecord(Checkpoint):
 
     def on_train_epoch_end(self, trainer: lightning.Trainer, pl_module: Any) -> None:
         """Adds the epoch's row and saves; comes after the module's own hook, as Checkpoints do."""
-        names = [name for name in pl_module.metrics if not name.startswith("test/")]
+        names = sorted(pl_module.metrics, key=lambda name: not name.startswith("train/"))
         row = {"epoch": trainer.current_epoch + 1, "step": trainer.global_step}
-        row |= {name: pl_module.metrics.pop(name) for name in sorted(names)}
+        row |= {name: pl_module.metrics.pop(name) for name in names}
         self.history.append(row)
         log.info("  ".join(f"{k} {v:.4f}" if "/" in k else f"{k} {v}" for k, v in row.items()))
         self._save(trainer)
@@ -112,7 +112,7 @@ class RunRecord(Checkpoint):
     def results(self, trainer: lightning.Trainer) -> dict[str, Any]:
         """What `results.json` says of the training."""
         return {
-            **dict(sorted(self.best.items())),
+            **self.best,
             "epochs": len(self.history),
             "steps": trainer.global_step,
             "checkpoint": str(self.chosen_path.relative_to(self.folder)),
@@ -129,7 +129,7 @@ class RunRecord(Checkpoint):
         write_atomically(self.folder / "metrics.csv", lambda file: file.write(self._csv()))
 
     def _csv(self) -> bytes:
-        columns = ["epoch", "step", "train/loss", "train/acc", "val/loss", "val/acc"]
+        columns = list(dict.fromkeys(column for row in self.history for column in row))
         text = io.StringIO(newline="")
         writer = csv.DictWriter(text, columns, lineterminator="\n")
         writer.writeheader()
