@@ -18,7 +18,9 @@ TINY = [
     "data.source.num_train=400",
     "data.source.num_test=101",
     "data.batch_size=40",
-    "model.widths=[8]",
+    "model._target_=toy.Plain",
+    "~model.widths",
+    "+model.width=4",
     "trainer.max_steps=12",
 ]
 
@@ -32,9 +34,14 @@ def environment(**variables: str) -> dict[str, str]:
 
 
 @pytest.fixture(scope="session")
-def command(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Run]:
-    """Runs a command line from the repository's root; data sets it makes lie in a temporary one."""
-    root = tmp_path_factory.mktemp("root")
+def working_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where commands run, and leave the data sets that they make."""
+    return tmp_path_factory.mktemp("working")
+
+
+@pytest.fixture(scope="session")
+def command(working_folder: Path) -> Callable[..., Run]:
+    """Runs a command line, from outside the repository."""
 
     def run(*arguments: str | Path, timeout: float = 100, **variables: str) -> Run:
         words = [str(word) for word in arguments]
@@ -43,7 +50,7 @@ def command(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Run]:
         launcher = ["-m", "torch.distributed.run"] if words[0] == "torchrun" else []
         return subprocess.run(
             [sys.executable, *launcher, *words[1:]],
-            cwd=root,
+            cwd=working_folder,
             env=environment(**variables),
             capture_output=True,
             text=True,

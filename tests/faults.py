@@ -2,13 +2,12 @@
 
 import os
 import signal
-import sys
 
 from lightning.pytorch.callbacks import Callback
 
 
 class Fault(Callback):
-    """Fails on `rank` after `step` steps: how = exception | kill | exit | vanish."""
+    """Fails on `rank` after `step` steps: how = exception | kill | vanish."""
 
     def __init__(self, rank: int, step: int, how: str) -> None:
         self.rank, self.step, self.how = rank, step, how
@@ -22,9 +21,6 @@ class Fault(Callback):
 
     def kill(self) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
-
-    def exit(self) -> None:
-        sys.exit(0)
 
     def vanish(self) -> None:
         os._exit(0)

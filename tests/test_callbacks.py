@@ -1,6 +1,7 @@
 """Checkpoints and history, without training."""
 
 import csv
+import os
 import pickle
 from pathlib import Path
 from types import SimpleNamespace
@@ -87,6 +88,25 @@ def test_the_history_has_a_row_an_epoch_with_every_digit(tmp_path):
         rows = list(csv.DictReader(file))
     assert [row["step"] for row in rows] == ["10", "20"]
     assert [row["val/acc"] for row in rows] == [repr(0.1 + 0.2), ""]
+
+
+def test_the_record_travels_in_a_checkpoint(tmp_path):
+    record, other = RunRecord(tmp_path / "a"), RunRecord(tmp_path / "b")
+    train(record, [0.3, 0.9])
+    (tmp_path / "b" / "checkpoints").mkdir(parents=True)
+    record.best_path.rename(other.best_path)
+    other.load_state_dict(record.state_dict())
+    train(other, [0.5])
+    assert [row["val/acc"] for row in other.history] == [0.3, 0.9, 0.5]
+    assert other.best["val/acc"] == 0.9
+
+
+def test_a_file_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setattr(os, "fsync", lambda number: seen.append((tmp_path / "a").exists()))
+    write_atomically(tmp_path / "a", lambda file: file.write(b"x"))
+    assert seen == [False]
+    assert (tmp_path / "a").read_bytes() == b"x"
 
 
 def test_a_write_that_fails_leaves_the_earlier_file_and_no_part(tmp_path):

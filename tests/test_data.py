@@ -1,8 +1,11 @@
 """Packing, splitting and dealing images."""
 
 import hashlib
+import importlib
+import linecache
 import os
 import pickle
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -55,7 +58,18 @@ def test_real_images_survive_packing_exactly(real_images, thousand_images):
 
 def test_images_of_another_size_are_resized_and_cropped_to_the_centre(tmp_path):
     packed = pack(sources.imagefolder, draw(tmp_path, size=(90, 60)), "train", 32)
-    assert packed.images.shape == (6, 3, 32, 32)
+    image = Image.open(tmp_path / "train" / "bee" / "2.png").resize((48, 32), Image.BILINEAR)  # type: ignore
+    assert np.array_equal(packed.images[5].transpose(1, 2, 0), np.asarray(image)[:, 8:40])
+
+
+@pytest.mark.parametrize("mode", ["L", "RGBA", "P", "CMYK", "1"])
+def test_images_of_another_mode_become_rgb(tmp_path, mode):
+    pixels = Image.open(draw(tmp_path) / "train" / "ant" / "0.png").convert(mode)
+    path = tmp_path / "train" / "ant" / ("0.tif" if mode == "CMYK" else "0.png")
+    pixels.save(path)
+    packed = pack(sources.imagefolder, tmp_path, "train", 32)
+    row = [str(path) for path, _ in ImageFolder(tmp_path / "train").samples].index(str(path))
+    assert np.array_equal(packed.images[row].transpose(1, 2, 0), np.asarray(pixels.convert("RGB")))
 
 
 def test_whoever_comes_first_packs_and_the_others_wait(tmp_path):
@@ -81,6 +95,37 @@ def test_other_arguments_or_another_image_give_another_pack(tmp_path):
     more = partial(sources.shapes, num_train=70, num_test=20, seed=0)
     assert len(pack(shapes, tmp_path, "train", 32)) == 60
     assert len(pack(more, tmp_path, "train", 32)) == 70
+
+
+def test_an_edited_source_gives_another_pack(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    for count in 2, 3:
+        (tmp_path / "own_source.py").write_text(
+            "import numpy as np\nfrom project.sources import Listing\n\n"
+            f"def source(root, split, size, count={count}):\n"
+            "    return Listing([0] * count, ['a'], np.zeros((count, size, size, 3), np.uint8))\n"
+        )
+        sys.modules.pop("own_source", None)
+        linecache.clearcache()
+        own = importlib.import_module("own_source")
+        assert len(pack(own.source, tmp_path / "data", "train", 32)) == count
+
+
+def test_where_the_root_cannot_be_written_packs_go_to_the_users_cache(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert len(pack(sources.imagefolder, draw(tmp_path / "images"), "train", 32)) == 6
+    assert not (tmp_path / "images" / ".packed").exists()
+    assert list((tmp_path / "cache").rglob("images.npy"))
+
+
+def test_what_a_killed_packer_left_is_cleared_away(tmp_path):
+    pack(shapes, tmp_path, "train", 32)
+    (folder,) = (path for path in (tmp_path / ".packed").iterdir() if path.is_dir())
+    part = folder.rename(f"{folder}.part")
+    (part / "classes.json").unlink()
+    assert len(pack(shapes, tmp_path, "train", 32)) == 60
+    assert not part.exists()
 
 
 def test_a_failed_pack_leaves_nothing_and_the_next_try_succeeds(tmp_path):

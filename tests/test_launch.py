@@ -1,8 +1,12 @@
 """Ranks start right and end together, whoever launches them."""
 
+import csv
 import json
+import logging
 import os
+import sys
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,9 +15,14 @@ from omegaconf import OmegaConf
 
 from conftest import TINY
 from project import devices as devices_module
+from project import sources
+from project.augment import normalise
 from project.devices import num_local_ranks
 from project.errors import UserError
 from project.folder import unused_folder
+from project.launch import RankFailed, run
+from project.pack import pack
+from toy import Plain
 
 # Devices
 
@@ -133,19 +142,53 @@ def test_a_device_count_that_is_not_torchruns_is_refused_with_both_numbers(comma
     )
 
 
-def test_in_place_trains_in_the_process_that_was_started(command, tmp_path):
-    more = ["trainer.devices=1", "launch.inplace=true", f"hydra.run.dir={tmp_path}/run"]
+@pytest.fixture(scope="module")
+def alone(command, tmp_path_factory):
+    """The same run on one rank, in the process that was started: its folder."""
+    folder = tmp_path_factory.mktemp("alone") / "run"
+    more = ["trainer.devices=1", "launch.inplace=true", f"hydra.run.dir={folder}"]
     done = command("python", "train.py", *TINY, *more)
     assert done.returncode == 0, done.stderr
-    assert outcome(tmp_path / "run")["test/count"] == 101
     assert "test/acc" in done.stdout
+    return folder
+
+
+def test_the_number_of_ranks_changes_only_the_speed(torchrun, alone):
+    one, two = outcome(alone), outcome(torchrun[0])
+    assert one["test/count"] == two["test/count"] == 101
+    assert one["steps"] == two["steps"] == 12
+    for name in "val/loss", "test/loss":
+        assert one[name] == pytest.approx(two[name], rel=1e-5)
+    histories = []
+    for folder in alone, torchrun[0]:
+        with (folder / "metrics.csv").open() as file:
+            rows = list(csv.reader(file))[1:]
+        histories.append([float(value or "nan") for row in rows for value in row])
+    assert histories[0] == pytest.approx(histories[1], rel=1e-5, nan_ok=True)
+
+
+def test_the_test_scores_the_best_checkpoint_not_the_last(alone, working_folder):
+    """Step 12 lies inside the second epoch, so the best is step 9."""
+    best, last = (
+        torch.load(alone / f"checkpoints/{name}.ckpt", weights_only=True)
+        for name in ("best", "last")
+    )
+    assert (best["global_step"], last["global_step"]) == (9, 12)
+    net = Plain(num_classes=10, width=4)
+    net.load_state_dict(torch.load(alone / "checkpoints/model.pt", weights_only=True))
+    source = partial(sources.shapes, num_train=400, num_test=101, seed=0)
+    images, labels, _ = pack(source, working_folder / "data/shapes", "test", 32)[torch.arange(101)]
+    with torch.no_grad():
+        logits = net(normalise(images, [0.5] * 3, [0.5] * 3))
+    expected = torch.nn.functional.cross_entropy(logits, labels).item()
+    assert outcome(alone)["test/loss"] == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.parametrize(
     ("how", "rank", "reason"),
     [
         ("exception", 1, "rank 1 failed: ArithmeticError: injected"),
-        ("exit", 0, "rank 0 failed: SystemExit: 0"),
+        ("vanish", 1, "rank 1 died without a word"),
         ("kill", 1, "rank 1 "),  # ... ended with status -9, or: died without a word
     ],
 )
@@ -155,13 +198,45 @@ def test_the_first_failing_rank_ends_the_job_and_is_named(command, tmp_path, how
     done = command("python", "train.py", *TINY, *more)
     assert done.returncode == 1
     assert f"train.py: {reason}" in done.stderr.splitlines()[-1]
-    assert done.stderr.count("Traceback") == (how != "kill")
+    assert done.stderr.count("Traceback") == (how == "exception")
     assert outcome(tmp_path / "run")["status"] == "failed"
     assert outcome(tmp_path / "run")["reason"].startswith(reason)
     assert not live_ranks(tmp_path / "run")
     if how == "exception":
         assert "faults.py" in done.stderr
         assert "injected" in (tmp_path / "run/ranks/1-0.log").read_text()
+
+
+def in_place(folder: Path, train) -> dict:
+    """A run in this process, of a program of the test's own."""
+    (folder / ".hydra").mkdir(exist_ok=True)
+    config = {"launch": {"inplace": True, "timeout": 60}, "trainer": {"num_nodes": 1}}
+    config["trainer"] |= {"accelerator": "cpu", "devices": 1}
+    OmegaConf.save(OmegaConf.create(config), folder / ".hydra" / "config.yaml")
+    return run(folder, train)
+
+
+def test_success_is_what_this_attempt_writes(tmp_path):
+    (tmp_path / "ranks").mkdir()
+    stale = [tmp_path / "results.json", tmp_path / "ranks/1-0.json", tmp_path / "ranks/1.pid"]
+    for path in stale:
+        path.write_text("{}")
+    seen = in_place(tmp_path, lambda cfg, folder: {"stale": [path.exists() for path in stale]})
+    assert seen["stale"] == [False] * 3
+    assert seen["status"] == "complete"
+
+
+def test_an_early_exit_is_a_failure(tmp_path):
+    with pytest.raises(RankFailed, match="rank 0 failed: SystemExit: 0"):
+        in_place(tmp_path, lambda cfg, folder: sys.exit(0))
+    assert outcome(tmp_path)["status"] == "failed"
+
+
+def test_in_place_leaves_environment_and_logging_as_they_were(tmp_path):
+    before = os.environ.copy(), logging.getLogger().level, list(logging.getLogger().handlers)
+    in_place(tmp_path, lambda cfg, folder: {"rank": os.environ["RANK"]})
+    after = os.environ.copy(), logging.getLogger().level, list(logging.getLogger().handlers)
+    assert before == after
 
 
 @pytest.mark.parametrize(

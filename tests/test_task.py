@@ -1,6 +1,8 @@
 """What a Trainer makes of the task and the data module, in one process."""
 
+import itertools
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import lightning
@@ -11,6 +13,7 @@ from torch import nn
 
 from project import sources
 from project.augment import Augment, normalise
+from project.callbacks import StepLines
 from project.datamodule import ImageDataModule
 from project.errors import UserError
 from project.model import CNN
@@ -125,14 +128,27 @@ def test_test_images_are_only_normalised_and_each_is_scored_once(make_data):
     assert task.confusion.sum(1).equal(torch.bincount(labels, minlength=10))
 
 
-def test_training_sees_the_training_part_augmented_by_the_epochs_table(make_data):
+def test_validation_images_are_only_normalised(make_data):
     data, spy = make_data(), Spy()
-    make_trainer(max_epochs=1, limit_val_batches=0).fit(make_task(spy), datamodule=data)
-    order = torch.cat(list(data.train_dataloader().sampler))
-    table = data.augment.table(200, 32, seed=0, epoch=0)[order]
-    images = data.augment.crop_and_flip(data.train_images[order][0], table)
-    assert torch.equal(torch.cat(spy.seen), normalise(images, data.mean, data.std))
-    assert not set(order.tolist()) & set(data.split[1].tolist())
+    make_trainer().validate(make_task(spy), datamodule=data, verbose=False)
+    held_out = normalise(data.train_images[data.split[1]][0], data.mean, data.std)
+    assert torch.equal(torch.cat(spy.seen), held_out)
+
+
+def test_training_sees_the_training_part_augmented_by_each_epochs_table(make_data):
+    data, spy = make_data(seed=5), Spy()
+    make_trainer(limit_val_batches=0).fit(make_task(spy), datamodule=data)
+    rows = data.split[0]
+    expected = []
+    for epoch in 0, 1:
+        generator = torch.Generator().manual_seed(5 + epoch)  # as DistributedSampler's
+        order = rows[torch.randperm(len(rows), generator=generator)]
+        table = data.augment.table(200, 32, seed=5, epoch=epoch)[order]
+        images = data.augment.crop_and_flip(data.train_images[order][0], table)
+        expected.append(normalise(images, data.mean, data.std))
+    assert torch.equal(torch.cat(spy.seen), torch.cat(expected))
+    assert len(rows) == 180
+    assert not set(rows.tolist()) & set(data.split[1].tolist())
 
 
 def test_sums_of_uneven_batches_are_those_of_the_whole():
@@ -164,6 +180,35 @@ def test_dropout_is_a_function_of_seed_step_and_rank(make_data):
         make_trainer(callbacks=extra).fit(task, datamodule=make_data())
         nets.append(task.net.state_dict())
     assert all(torch.equal(nets[0][name], nets[1][name]) for name in nets[0])
+
+
+def test_dropout_differs_by_epoch_batch_and_rank():
+    draws = set()
+    for epoch, batch, rank in itertools.product(range(2), range(3), range(4)):
+        task: Any = SimpleNamespace(seed=0, current_epoch=epoch, global_rank=rank)
+        Classifier.on_train_batch_start(task, (), batch)  # type: ignore[arg-type]
+        draws.add(torch.rand(()).item())
+    assert len(draws) == 2 * 3 * 4
+
+
+class Uniform(nn.Linear):
+    """Scores all classes alike, whatever it sees: its loss is log(10)."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input.flatten(1)) * 0
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_the_line_of_a_step_shows_the_loss(make_data, caplog, accumulate):
+    trainer = make_trainer(
+        accumulate_grad_batches=accumulate, log_every_n_steps=2, callbacks=[StepLines()]
+    )
+    with caplog.at_level("INFO", "project"):
+        trainer.fit(make_task(Uniform(3072, 10)), datamodule=make_data())
+    lines = [record.getMessage() for record in caplog.records if record.name == "project"]
+    epochs = [1, 1, 1, 2, 2, 2]
+    steps = zip(epochs, range(2, 13, 2), strict=True)
+    assert lines == [f"epoch {epoch}  step {step}  loss 2.3026" for epoch, step in steps]
 
 
 def test_loader_workers_change_nothing(make_data):

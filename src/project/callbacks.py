@@ -63,7 +63,7 @@ class RunRecord(Checkpoint):
         self.best_path = folder / "checkpoints" / "best.ckpt"
         self.history: list[dict[str, Any]] = []
         self.best: dict[str, float] = {}
-        self._improved, self._saved_step = False, -1
+        self._improved = False
 
     @property
     def chosen_path(self) -> Path:
@@ -100,9 +100,7 @@ class RunRecord(Checkpoint):
         self._save(trainer)
 
     def on_train_end(self, trainer: lightning.Trainer, pl_module: Any) -> None:
-        """Makes sure that the last step is saved, and writes `model.pt`."""
-        if self._saved_step != trainer.global_step:
-            self._save(trainer)
+        """Writes `model.pt`; the last epoch's end, which max_steps brings too, has been saved."""
         if trainer.is_global_zero:
             state = torch.load(self.chosen_path, map_location="cpu", weights_only=True)
             net = {k.removeprefix("net."): v for k, v in state["state_dict"].items()}
@@ -120,7 +118,6 @@ class RunRecord(Checkpoint):
 
     def _save(self, trainer: lightning.Trainer) -> None:
         trainer.save_checkpoint(self.last_path)
-        self._saved_step = trainer.global_step
         if not trainer.is_global_zero:
             return
         if self._improved:

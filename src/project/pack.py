@@ -91,7 +91,6 @@ def _identity(source: Source, root: Path, split: str, image_size: int) -> str:
         function.__module__,
         inspect.getsource(inspect.getmodule(function) or function),
         sorted(arguments.items()),
-        image_size,
         [(folder.name, folder.stat().st_mtime_ns) for folder in folders],
     ]
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=6).hexdigest()
