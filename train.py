@@ -27,6 +27,7 @@ def train(cfg: DictConfig, folder: Path) -> dict[str, Any]:
 
     lightning.seed_everything(cfg.seed, workers=True, verbose=False)
     data = instantiate(cfg.data, seed=cfg.seed, _convert_="all")
+    data.open(test=cfg.test)  # what is missing or broken shows now, not after the training
     num_classes = data.num_classes
     net = instantiate(cfg.model, num_classes=num_classes, _convert_="all")
     optimizer, scheduler = instantiate(cfg.optimizer), instantiate(cfg.scheduler)
@@ -38,6 +39,7 @@ def train(cfg: DictConfig, folder: Path) -> dict[str, Any]:
         callbacks=callbacks,
         plugins=[PlainCheckpointIO()],
         default_root_dir=str(folder),
+        use_distributed_sampler=False,  # Lightning's would deal ours out once more
         _convert_="all",
     )
     trainer.fit(task, datamodule=data)

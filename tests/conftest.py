@@ -5,12 +5,14 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torchvision.datasets import ImageFolder
 
 REPOSITORY = Path(__file__).parents[1]
+TRAIN = str(REPOSITORY / "train.py")
 REAL_IMAGES = REPOSITORY / "data" / "cifar10-jpeg"
 # A run of seconds on drawn shapes, to which tests add what they are about.
 TINY = [
@@ -29,8 +31,9 @@ Run = subprocess.CompletedProcess[str]
 
 def environment(**variables: str) -> dict[str, str]:
     """One thread a rank, so that sums are made in one order; the tests' own modules to import."""
-    own = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY / "tests")}
-    return {**os.environ, **own, **variables}
+    own = [str(REPOSITORY / "src"), str(REPOSITORY / "tests"), os.environ.get("PYTHONPATH", "")]
+    path = os.pathsep.join(filter(None, own))
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **variables}
 
 
 @pytest.fixture(scope="session")
@@ -40,23 +43,32 @@ def working_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def command(working_folder: Path) -> Callable[..., Run]:
-    """Runs a command line, from outside the repository."""
+def start(working_folder: Path) -> Callable[..., subprocess.Popen[str]]:
+    """Starts a command line, from outside the repository; torchrun and train.py are found."""
 
-    def run(*arguments: str | Path, timeout: float = 100, **variables: str) -> Run:
-        words = [str(word) for word in arguments]
-        if "train.py" in words:
-            words[words.index("train.py")] = str(REPOSITORY / "train.py")
-        launcher = ["-m", "torch.distributed.run"] if words[0] == "torchrun" else []
-        return subprocess.run(
-            [sys.executable, *launcher, *words[1:]],
+    def popen(*arguments: str, **variables: str) -> subprocess.Popen[str]:
+        program, *words = (TRAIN if word == "train.py" else word for word in arguments)
+        launcher = ["-m", "torch.distributed.run"] if program == "torchrun" else []
+        return subprocess.Popen(
+            [sys.executable, *launcher, *words],
             cwd=working_folder,
             env=environment(**variables),
-            capture_output=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
             text=True,
-            timeout=timeout,
-            check=False,
         )
+
+    return popen
+
+
+@pytest.fixture(scope="session")
+def command(start: Callable[..., Any]) -> Callable[..., Run]:
+    """Runs a command line to its end."""
+
+    def run(*arguments: str, timeout: float = 100, **variables: str) -> Run:
+        with start(*arguments, **variables) as process:
+            output, errors = process.communicate(timeout=timeout)
+        return subprocess.CompletedProcess(process.args, process.returncode, output, errors)
 
     return run
 

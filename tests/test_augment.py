@@ -5,6 +5,7 @@ import torch
 import torchvision.transforms.functional as TF
 
 from project.augment import Augment, normalise
+from project.errors import UserError
 
 MEAN, STD = [0.4914, 0.4822, 0.4465], [0.2470, 0.2435, 0.2616]
 FULL = Augment(crop_padding=4, flip=True, cutout=8)
@@ -58,6 +59,13 @@ def test_the_table_is_a_function_of_seed_and_epoch():
 def test_switching_one_augmentation_leaves_the_draws_of_the_others():
     without = Augment(crop_padding=4).table(1000, 32, seed=0, epoch=0)
     assert torch.equal(without[:, :2], FULL.table(1000, 32, seed=0, epoch=0)[:, :2])
+
+
+def test_sizes_that_cannot_be_are_refused():
+    with pytest.raises(UserError, match="pixels"):
+        Augment(crop_padding=-1)
+    with pytest.raises(UserError, match="reflects no further"):
+        Augment(crop_padding=32).table(10, 32, seed=0, epoch=0)
 
 
 def test_draws_cover_their_ranges_evenly():

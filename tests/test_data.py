@@ -119,6 +119,26 @@ def test_where_the_root_cannot_be_written_packs_go_to_the_users_cache(tmp_path, 
     assert list((tmp_path / "cache").rglob("images.npy"))
 
 
+def test_all_who_pack_what_cannot_be_decoded_are_told_so(tmp_path):
+    (draw(tmp_path) / "train" / "bee" / "0.png").write_bytes(b"no image")
+
+    def told(_: int) -> str:
+        with pytest.raises(UserError) as error:
+            pack(sources.imagefolder, tmp_path, "train", 32)
+        return str(error.value)
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all("0.png cannot be decoded" in message for message in pool.map(told, range(8)))
+    assert not (tmp_path / ".packed").exists()
+
+
+def test_more_than_8_bits_a_channel_are_refused(tmp_path):
+    pixels = np.arange(32 * 32, dtype=np.uint16).reshape(32, 32) * 60
+    Image.fromarray(pixels).save(draw(tmp_path) / "train" / "ant" / "0.png")
+    with pytest.raises(UserError, match=r"0\.png .*more than 8 bits"):
+        pack(sources.imagefolder, tmp_path, "train", 32)
+
+
 def test_what_a_killed_packer_left_is_cleared_away(tmp_path):
     pack(shapes, tmp_path, "train", 32)
     (folder,) = (path for path in (tmp_path / ".packed").iterdir() if path.is_dir())
@@ -148,7 +168,7 @@ def test_a_missing_or_empty_folder_is_named(tmp_path):
         pack(sources.imagefolder, tmp_path / "nowhere" / "images", "train", 32)
     assert not (tmp_path / "nowhere").exists()
     (tmp_path / "train" / "ant").mkdir(parents=True)
-    with pytest.raises(UserError, match="holds no images"):
+    with pytest.raises(UserError, match="lacks images"):
         pack(sources.imagefolder, tmp_path, "train", 32)
 
 

@@ -4,7 +4,9 @@ import csv
 import json
 import logging
 import os
+import signal
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -18,9 +20,11 @@ from project import devices as devices_module
 from project import sources
 from project.augment import normalise
 from project.devices import num_local_ranks
-from project.errors import UserError
+from project.errors import RankFailed, UserError
+from project.files import write_json
 from project.folder import unused_folder
-from project.launch import RankFailed, run
+from project.launch import contained, run
+from project.launch import start as start_ranks
 from project.pack import pack
 from toy import Plain
 
@@ -121,8 +125,11 @@ def test_torchrun_trains_in_one_run_folder(torchrun):
     assert "epoch 2  step 12" in (folder / "ranks/1-0.log").read_text()
 
 
-def test_torchrun_and_our_own_launch_give_the_same_bits(torchrun, command, tmp_path):
-    done = command("python", "train.py", *TINY, f"hydra.run.dir={tmp_path}/run")
+def test_torchrun_and_our_own_launch_with_loader_workers_give_the_same_bits(
+    torchrun, command, tmp_path
+):
+    more = ["data.num_workers=2", f"hydra.run.dir={tmp_path}/run"]
+    done = command("python", "train.py", *TINY, *more)
     assert done.returncode == 0, done.stderr
     theirs, ours = (
         torch.load(folder / "checkpoints/model.pt", weights_only=True)
@@ -207,11 +214,70 @@ def test_the_first_failing_rank_ends_the_job_and_is_named(command, tmp_path, how
         assert "injected" in (tmp_path / "run/ranks/1-0.log").read_text()
 
 
-def in_place(folder: Path, train) -> dict:
+ENDINGS = [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGKILL, -9)]
+
+
+@pytest.mark.parametrize(("number", "status"), ENDINGS, ids=lambda value: str(value))
+def test_no_process_outlives_the_one_that_was_started(start, tmp_path, number, status):
+    folder = tmp_path / "run"
+    endless = ["trainer.max_steps=-1", "trainer.max_epochs=100000", "trainer.log_every_n_steps=1"]
+    more = [*endless, "data.num_workers=1", f"hydra.run.dir={folder}"]
+    process = start("python", "train.py", *TINY, *more)
+    for line in process.stdout:
+        if "epoch 2" in line:
+            break
+    processes = family(process.pid)
+    assert len(processes) >= 1 + 1 + 2 + 2  # parent, fork server, ranks, loader workers
+    process.send_signal(number)
+    assert process.wait(timeout=20) == status
+    until = time.monotonic() + 20
+    while alive(processes):
+        assert time.monotonic() < until, f"still there: {alive(processes)}"
+        time.sleep(0.05)
+    if number != signal.SIGKILL:
+        reason = f"stopped by {number.name}"
+        assert outcome(folder) == {"status": "failed", "reason": reason}
+        assert process.stderr.read().startswith(f"train.py: {reason}")
+
+
+def family(pid: int) -> list[int]:
+    """A process and its descendants."""
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [pid, *(member for child in children for member in family(int(child)))]
+
+
+def alive(pids: list[int]) -> list[int]:
+    """Those that have not ended, whether or not their parent has noticed."""
+    stats = {pid: Path(f"/proc/{pid}/stat") for pid in pids}
+    return [pid for pid, stat in stats.items() if stat.exists() and ") Z" not in stat.read_text()]
+
+
+def test_the_agents_signal_handlers_and_silence_end_with_it():
+    before = signal.getsignal(signal.SIGTERM)
+    with contained():
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    assert signal.getsignal(signal.SIGTERM) == before
+    assert logging.getLogger("project").isEnabledFor(logging.CRITICAL)
+
+
+def test_help_under_torchrun_ends_on_all_ranks(command):
+    done = command("torchrun", "--nproc-per-node=2", "train.py", "--help")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("train is powered by Hydra") == 1
+
+
+def test_a_sweep_under_torchrun_is_refused(monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+    monkeypatch.setattr(sys, "argv", ["train.py", "-m", "seed=0,1"])
+    with pytest.raises(SystemExit, match="without torchrun"):
+        start_ranks(lambda: None, lambda cfg, folder: {})
+
+
+def in_place(folder: Path, train, **trainer) -> dict:
     """A run in this process, of a program of the test's own."""
     (folder / ".hydra").mkdir(exist_ok=True)
-    config = {"launch": {"inplace": True, "timeout": 60}, "trainer": {"num_nodes": 1}}
-    config["trainer"] |= {"accelerator": "cpu", "devices": 1}
+    config = {"launch": {"inplace": trainer.pop("inplace", True), "timeout": 60}}
+    config["trainer"] = {"accelerator": "cpu", "devices": 1, "num_nodes": 1, **trainer}
     OmegaConf.save(OmegaConf.create(config), folder / ".hydra" / "config.yaml")
     return run(folder, train)
 
@@ -224,6 +290,30 @@ def test_success_is_what_this_attempt_writes(tmp_path):
     seen = in_place(tmp_path, lambda cfg, folder: {"stale": [path.exists() for path in stale]})
     assert seen["stale"] == [False] * 3
     assert seen["status"] == "complete"
+
+
+@pytest.mark.parametrize(
+    ("trainer", "message"),
+    [
+        ({"devices": 2}, "launch.inplace trains one rank"),
+        ({"num_nodes": 2, "inplace": False}, "torchrun on every node"),
+        ({"accelerator": "tpu"}, "choose auto, cpu or gpu"),
+    ],
+)
+def test_what_cannot_be_launched_is_refused(tmp_path, trainer, message):
+    with pytest.raises(UserError, match=message):
+        in_place(tmp_path, lambda cfg, folder: {}, **trainer)
+    assert message in outcome(tmp_path)["reason"]
+
+
+def test_what_ends_a_run_after_its_completion_takes_nothing_away(tmp_path):
+    def train(cfg, folder):
+        write_json(folder / "results.json", {"status": "complete", "test/acc": 0.5})
+        raise ArithmeticError
+
+    with pytest.raises(RankFailed):
+        in_place(tmp_path, train)
+    assert outcome(tmp_path) == {"status": "complete", "test/acc": 0.5}
 
 
 def test_an_early_exit_is_a_failure(tmp_path):

@@ -101,6 +101,17 @@ def test_train_and_test_of_different_classes_are_refused(tmp_path):
         ImageDataModule(source, str(tmp_path), **SETTINGS).test_images  # noqa: B018
 
 
+def test_a_missing_test_split_shows_before_the_training(tmp_path):
+    def source(root, split, image_size):
+        count = {"train": 200, "test": 0}[split]
+        return sources.shapes(root, split, image_size, num_train=count, num_test=count, seed=0)
+
+    data = ImageDataModule(source, str(tmp_path), **SETTINGS)
+    data.open(test=False)
+    with pytest.raises(UserError, match="no test images"):
+        data.open(test=True)
+
+
 class Spy(nn.Module):
     """A linear network that keeps the images it saw."""
 

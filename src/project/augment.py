@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from project.errors import UserError
+
 
 def seed_from(*parts: str | int) -> int:
     """Hashes what identifies a random draw, e.g. ("augment", seed, epoch), to 63 bits."""
@@ -43,6 +45,10 @@ class Augment:
     flip: bool = False
     cutout: int = 0
 
+    def __post_init__(self) -> None:
+        if self.crop_padding < 0 or self.cutout < 0:
+            raise UserError("data.augment.crop_padding and cutout are pixels, 0 for none.")
+
     def table(self, num_images: int, image_size: int, seed: int, epoch: int) -> Tensor:
         """Draws an epoch's augmentation of a whole dataset.
 
@@ -50,6 +56,8 @@ class Augment:
             (num_images, 5) int16: top and left of the crop in the padded image, whether to flip,
             row and column of the cutout's centre.
         """
+        if self.crop_padding >= image_size:
+            raise UserError(f"data.augment.crop_padding={self.crop_padding}: reflects no further.")
         generator = torch.Generator().manual_seed(seed_from("augment", seed, epoch))
         num_crops = 2 * self.crop_padding + 1
         limits = [num_crops, num_crops, 2 if self.flip else 1, image_size, image_size]

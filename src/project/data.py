@@ -28,9 +28,7 @@ def stratified_split(labels: Tensor, fraction: float, seed: int) -> tuple[Tensor
         order = torch.randperm(len(members), generator=generator)
         held_out[members[order[: round(fraction * len(members))]]] = True
     if fraction and not held_out.any():
-        raise UserError(
-            f"data.val_fraction={fraction} of these classes is no image to validate on."
-        )
+        raise UserError(f"data.val_fraction={fraction} leaves no image to validate on.")
     return (~held_out).nonzero()[:, 0], held_out.nonzero()[:, 0]
 
 

@@ -64,6 +64,16 @@ class ImageDataModule(lightning.LightningDataModule):
         self.num_workers, self.pin_memory, self.seed = num_workers, pin_memory, seed
         self._table: tuple[int, Tensor] | None = None
 
+    def open(self, test: bool) -> None:
+        """Packs what is not packed yet.
+
+        Raises:
+            UserError: images are missing or cannot be decoded, or the splits do not fit together.
+        """
+        _ = self.split
+        if test and len(self.test_images) == 0:
+            raise UserError(f"data.root={self.root} has no test images (test=false trains only).")
+
     @functools.cached_property
     def train_images(self) -> PackedImages:
         """The training split, validation images included."""
@@ -173,6 +183,9 @@ class ImageDataModule(lightning.LightningDataModule):
             num_workers=self.num_workers,
             pin_memory=self.pin_memory and torch.cuda.is_available(),
             persistent_workers=self.num_workers > 0,
+            # Ranks come from a fork server and would start workers from another: seconds of
+            # imports, a copy of the images in each, and nobody to end them with their rank.
+            multiprocessing_context="fork" if self.num_workers > 0 else None,
         )
 
     @property

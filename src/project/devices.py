@@ -25,6 +25,8 @@ def num_local_ranks(trainer: DictConfig) -> int:
     """
     accelerator, devices = trainer.accelerator, trainer.devices
     num_gpus = torch.cuda.device_count()
+    if accelerator not in ("auto", "cpu", "gpu", "cuda"):
+        raise UserError(f"trainer.accelerator={accelerator}: choose auto, cpu or gpu.")
     if accelerator in ("gpu", "cuda") and num_gpus == 0:
         raise UserError(f"trainer.accelerator={accelerator}: torch sees no GPU here (trainer=cpu?)")
     if accelerator == "cpu" or num_gpus == 0:

@@ -25,5 +25,6 @@ def write_atomically(path: Path, write: Callable[[IO[bytes]], Any]) -> None:
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Writes a dictionary as indented JSON, atomically."""
+    """Writes a dictionary as indented JSON, atomically; NaN, which JSON lacks, as null."""
+    content = {k: None if isinstance(v, float) and v != v else v for k, v in content.items()}
     write_atomically(path, lambda file: file.write(f"{json.dumps(content, indent=2)}\n".encode()))

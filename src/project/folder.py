@@ -32,15 +32,16 @@ class RefuseUsedFolder(Callback):
 
     def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
         """Looks at `hydra.run.dir`."""
-        _refuse_used(config.hydra.run.dir, ".hydra")
+        _refuse_used(config.hydra.run.dir, ".hydra", "results.json")
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         """Looks at `hydra.sweep.dir`."""
         _refuse_used(config.hydra.sweep.dir, "multirun.yaml")
 
 
-def _refuse_used(folder: str, sign: str) -> None:
-    if Path(folder, sign).exists():  # not an Exception: Hydra would make a warning of it
+def _refuse_used(folder: str, *signs: str) -> None:
+    if any(Path(folder, sign).exists() for sign in signs):
+        # Not by an Exception, of which Hydra would make a warning.
         sys.exit(f"train.py: {folder} already holds a run. Choose another folder.")
 
 

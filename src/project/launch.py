@@ -26,22 +26,11 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, r
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from project.devices import check_world, num_local_ranks
-from project.errors import UserError
+from project.errors import RankFailed, UserError
+from project.failure import first_failure
 from project.files import write_json
 from project.folder import shown
 from project.rank import Train, rank_process, run_rank
-
-
-class RankFailed(Exception):
-    """A rank ended a job.
-
-    Attributes:
-        traceback: that rank's, empty if it died without a word.
-    """
-
-    def __init__(self, reason: str, traceback: str = "") -> None:
-        super().__init__(reason)
-        self.traceback = traceback
 
 
 def start(main: Callable[..., Any], train: Train) -> None:
@@ -73,10 +62,11 @@ def run_job(train: Train) -> None:
     except UserError as error:
         sys.exit(f"train.py: {error}")
     except RankFailed as error:
-        sys.exit(f"{error.traceback}\ntrain.py: {error}. Run folder: {shown(folder)}")
+        print(error.traceback, end="", file=sys.stderr)
+        sys.exit(f"train.py: {error}. Run folder: {shown(folder)}")
     except SignalException as stopped:
         reason = f"stopped by {signal.Signals(stopped.sigval).name}"
-        write_json(folder / "results.json", {"status": "failed", "reason": reason})
+        _write_failure(folder, reason)
         print(f"train.py: {reason}. Run folder: {shown(folder)}", file=sys.stderr)
         sys.exit(128 + stopped.sigval)
     metrics = [f"{k} {v:.4f}" for k, v in results.items() if k.split("/")[-1] in ("acc", "loss")]
@@ -110,14 +100,20 @@ def run(folder: Path, train: Train) -> dict[str, Any]:
         else:
             _run_under_agent(folder, train, num_ranks)
     except (UserError, RankFailed) as error:
-        reason = str(error).splitlines()[0]
-        write_json(results, {"status": "failed", "reason": reason})
+        _write_failure(folder, str(error).splitlines()[0])
         raise
     return json.loads(results.read_text())
 
 
+def _write_failure(folder: Path, reason: str) -> None:
+    """Leaves a completed result alone: what ends a rank after that takes nothing away."""
+    results = folder / "results.json"
+    if not results.exists():
+        write_json(results, {"status": "failed", "reason": reason})
+
+
 def _run_under_agent(folder: Path, train: Train, num_ranks: int) -> None:
-    with tempfile.TemporaryDirectory() as logs, _contained():
+    with tempfile.TemporaryDirectory() as logs, contained():
         config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
@@ -129,6 +125,7 @@ def _run_under_agent(folder: Path, train: Train, num_ranks: int) -> None:
             max_restarts=0,
             start_method="forkserver",
             logs_specs=DefaultLogsSpecs(log_dir=logs),
+            **_but_for_nohup(),
         )
         try:
             elastic_launch(config, rank_process)(str(folder), train)
@@ -137,21 +134,17 @@ def _run_under_agent(folder: Path, train: Train, num_ranks: int) -> None:
             has_reported = any(folder.glob(f"ranks/{rank}-*.json"))
             name = failure.signal_name() if failure.exitcode < 0 else failure.message
             died = RankFailed(f"rank {rank} ended with status {failure.exitcode} ({name})")
-            raise (has_reported and _first_failure(folder)) or died from None
+            raise (has_reported and first_failure(folder)) or died from None
+        finally:
+            for path in folder.glob("ranks/*.pid"):  # of ranks that were killed
+                path.unlink()
 
 
-def _first_failure(folder: Path) -> Exception | None:
-    """What ended a job: the first report of a rank, or the silent death that it tells of."""
-    reports = {path: json.loads(path.read_text()) for path in folder.glob("ranks/*.json")}
-    if not reports:
-        return None
-    path, report = min(reports.items(), key=lambda item: item[1]["time"])
-    if report["dead"]:
-        return RankFailed(f"rank {report['dead'][0]} died without a word (killed, or os._exit)")
-    if report["traceback"] is None:
-        return UserError(report["error"])
-    rank = path.name.split("-")[0]
-    return RankFailed(f"rank {rank} failed: {report['error']}", report["traceback"])
+def _but_for_nohup() -> dict[str, Any]:
+    """The agent would handle SIGHUP even where nohup has it ignored (torch 2.8 and later ask)."""
+    ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    can_say = "signals_to_handle" in LaunchConfig.__dataclass_fields__
+    return {"signals_to_handle": "SIGTERM,SIGINT,SIGQUIT"} if ignored and can_say else {}
 
 
 def _run_alone(folder: Path, train: Train, num_ranks: int) -> None:
@@ -174,7 +167,7 @@ def _run_in_place(folder: Path, train: Train, store: dist.Store) -> None:
     try:
         record(run_rank)(folder, train, store)
     except Exception as error:
-        raise _first_failure(folder) or error from None
+        raise first_failure(folder) or error from None
 
 
 @functools.cache
@@ -185,7 +178,7 @@ def _launcher_store() -> dist.Store:
 
 
 @contextlib.contextmanager
-def _contained() -> Iterator[None]:
+def contained() -> Iterator[None]:
     """The agent leaves its signal handlers behind, and logs at length what we say in one line."""
     signals = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT]
     before = {number: signal.getsignal(number) for number in signals}

@@ -52,11 +52,29 @@ def pack(source: Source, root: Path, split: str, image_size: int) -> PackedImage
     """
     packs = pack_folder(root)
     folder = packs / f"{_identity(source, root, split, image_size)}-{split}"
-    if not folder.exists():
-        with _made(packs), FileLock(packs / f"{folder.name}.lock"):
+    while not folder.exists():
+        # Again if the lock's folder went with somebody who failed while this process waited.
+        with _made(packs), contextlib.suppress(_LockGone), _locked(packs / f"{folder.name}.lock"):
             if not folder.exists():
                 _write_pack(source, root, split, image_size, folder)
     return PackedImages(folder)
+
+
+class _LockGone(Exception):
+    """The lock's folder was removed."""
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    lock = FileLock(path)
+    try:
+        lock.acquire()
+    except FileNotFoundError as error:
+        raise _LockGone from error
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 @contextlib.contextmanager

@@ -1,7 +1,6 @@
 """One rank of a run: its environment, log file, process group, and what it says when it fails."""
 
 import contextlib
-import fcntl
 import logging
 import multiprocessing
 import os
@@ -9,7 +8,6 @@ import signal
 import sys
 import threading
 import time
-import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -22,7 +20,7 @@ import torch.distributed as dist
 from omegaconf import DictConfig, OmegaConf
 
 from project.devices import num_cores
-from project.errors import UserError
+from project.failure import pid_file, record_failure
 from project.files import write_json
 
 # Upstream's warnings that do not apply here, by a pattern of how they begin.
@@ -54,18 +52,19 @@ def run_rank(folder: Path, train: Train, store: dist.Store | None = None) -> Non
     report = folder / "ranks" / f"{rank}-{attempt}"
     report.parent.mkdir(exist_ok=True)
     train_log = folder / "train.log" if rank == 0 else None
-    with _pid_file(folder / "ranks" / f"{rank}.pid"), _logging(train_log, report):
+    with pid_file(folder / "ranks" / f"{rank}.pid"), _logging(train_log, report):
         try:
             cfg: Any = OmegaConf.load(folder / ".hydra" / "config.yaml")
             _join_group(cfg, store)
             results = train(cfg, folder)
+            dist.barrier()  # complete is what all ranks have completed
             seconds = round(time.monotonic() - started, 3)
             if rank == 0:
                 results = {"status": "complete", **results, "seconds": seconds}
                 write_json(folder / "results.json", results)
         except (Exception, SystemExit) as error:
             # First of all, before the other ranks can notice and fail in their turn.
-            _record_failure(report, train_log, error)
+            record_failure(report, train_log, error)
             if not torch.cuda.is_initialized():  # NCCL waits for collectives that will never end
                 _leave_group()
             # Only an exception makes the agent end the job: an early exit with status 0 would not.
@@ -73,53 +72,6 @@ def run_rank(folder: Path, train: Train, store: dist.Store | None = None) -> Non
                 raise RuntimeError(f"sys.exit({error.code}) inside a rank") from error
             raise
         _leave_group()
-
-
-def cause_of(error: BaseException | None) -> UserError | None:
-    """The user's mistake behind an exception; Hydra's instantiate wraps what it raises."""
-    while error is not None and not isinstance(error, UserError):
-        error = error.__cause__
-    return error
-
-
-def _record_failure(report: Path, train_log: Path | None, error: BaseException) -> None:
-    """Not on the console, where the first failure is shown, and only that one."""
-    mistake = cause_of(error)
-    trace = None if mistake else traceback.format_exc()
-    summary = str(mistake) if mistake else f"{type(error).__name__}: {error}"
-    content = {"time": time.time(), "error": summary, "traceback": trace}
-    content["dead"] = _dead_ranks(report.parent)
-    write_json(report.with_suffix(".json"), content)
-    with (train_log or report.with_suffix(".log")).open("a") as file:
-        file.write(trace or f"{summary}\n")
-
-
-@contextlib.contextmanager
-def _pid_file(path: Path) -> Iterator[None]:
-    """Shows who is alive: the file is there and locked from the start of a rank to its end."""
-    with path.open("w") as file:
-        fcntl.lockf(file, fcntl.LOCK_EX)
-        file.write(f"{os.getpid()}\n")
-        file.flush()
-        try:
-            yield
-        finally:
-            path.unlink(missing_ok=True)
-
-
-def _dead_ranks(ranks: Path) -> list[int]:
-    """Ranks that died without a word: their file is still there, the lock went with the process.
-
-    The kernel closes a dying process's files in the order of their opening, so that the lock is
-    free before the sockets break from which the other ranks learn of a death.
-    """
-    dead = []
-    for path in ranks.glob("*.pid"):
-        with path.open("a") as file, contextlib.suppress(BlockingIOError):
-            if path.stem != os.environ["RANK"]:
-                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                dead.append(int(path.stem))
-    return dead
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from PIL import Image, UnidentifiedImageError
+from PIL import Image
 from torchvision.datasets import CIFAR10, ImageFolder
 from torchvision.transforms import functional as TF
 
@@ -53,9 +53,9 @@ def imagefolder(root: Path, split: str, image_size: int) -> Listing:
     """
     try:
         dataset = ImageFolder(root / split)
-    except FileNotFoundError as error:
+    except (FileNotFoundError, NotADirectoryError) as error:
         raise UserError(
-            f"data.root={root} holds no images: expected {root / split}/<class>/*.jpg ({error})."
+            f"data.root={root} lacks images: expected {root / split}/<class>/*.jpg ({error})."
         ) from error
     paths = [path for path, _ in dataset.samples]
     return Listing(dataset.targets, dataset.classes, (decode(path, image_size) for path in paths))
@@ -65,8 +65,10 @@ def decode(path: str, image_size: int) -> Image.Image:
     """Reads one image file as RGB, `image_size` pixels square."""
     try:
         with Image.open(path) as file:
+            if file.mode.startswith(("I", "F")):
+                raise ValueError(f"more than 8 bits a channel, mode {file.mode}")
             image = file.convert("RGB")
-    except (UnidentifiedImageError, OSError) as error:
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         raise UserError(f"{path} cannot be decoded as an image ({error}).") from error
     if image.size == (image_size, image_size):
         return image

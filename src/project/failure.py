@@ -1,0 +1,74 @@
+"""Who is alive, who failed first, and why: what the ranks of a run leave in `ranks/`."""
+
+import contextlib
+import fcntl
+import json
+import os
+import time
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+
+from project.errors import RankFailed, UserError
+from project.files import write_json
+
+
+@contextlib.contextmanager
+def pid_file(path: Path) -> Iterator[None]:
+    """Shows who is alive: the file is there and locked from the start of a rank to its end."""
+    with path.open("w") as file:
+        fcntl.lockf(file, fcntl.LOCK_EX)
+        file.write(f"{os.getpid()}\n")
+        file.flush()
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)
+
+
+def record_failure(report: Path, train_log: Path | None, error: BaseException) -> None:
+    """Not on the console, where the first failure is shown, and only that one."""
+    mistake = _cause_of(error)
+    trace = None if mistake else traceback.format_exc()
+    summary = str(mistake) if mistake else f"{type(error).__name__}: {error}"
+    content = {"time": time.time(), "error": summary, "traceback": trace}
+    content["dead"] = _dead_ranks(report.parent)
+    write_json(report.with_suffix(".json"), content)
+    with (train_log or report.with_suffix(".log")).open("a") as file:
+        file.write(trace or f"{summary}\n")
+
+
+def first_failure(folder: Path) -> Exception | None:
+    """What ended a job: the first report of a rank, or the silent death that it tells of."""
+    reports = {path: json.loads(path.read_text()) for path in folder.glob("ranks/*.json")}
+    if not reports:
+        return None
+    path, report = min(reports.items(), key=lambda item: item[1]["time"])
+    if report["dead"]:
+        return RankFailed(f"rank {report['dead'][0]} died without a word (killed, or os._exit)")
+    if report["traceback"] is None:
+        return UserError(report["error"])
+    rank = path.name.split("-")[0]
+    return RankFailed(f"rank {rank} failed: {report['error']}", report["traceback"])
+
+
+def _cause_of(error: BaseException | None) -> UserError | None:
+    """The user's mistake behind an exception; Hydra's instantiate wraps what it raises."""
+    while error is not None and not isinstance(error, UserError):
+        error = error.__cause__
+    return error
+
+
+def _dead_ranks(ranks: Path) -> list[int]:
+    """Ranks that died without a word: their file is still there, the lock went with the process.
+
+    The kernel closes a dying process's files in the order of their opening, so that the lock is
+    free before the sockets break from which the other ranks learn of a death.
+    """
+    dead = []
+    for path in ranks.glob("*.pid"):
+        with path.open("a") as file, contextlib.suppress(BlockingIOError):
+            if path.stem != os.environ["RANK"]:
+                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                dead.append(int(path.stem))
+    return dead
