@@ -74,10 +74,19 @@ def run_rank(folder: Path, train: Train, store: dist.Store | None = None) -> Non
         _leave_group()
 
 
+class Console(logging.StreamHandler):
+    """Goes quiet when nobody reads any more (`train.py | head`)."""
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
+        """Training goes on; train.log has it all."""
+        if not isinstance(sys.exc_info()[1], BrokenPipeError):
+            super().handleError(record)
+
+
 @contextlib.contextmanager
 def _logging(train_log: Path | None, report: Path) -> Iterator[None]:
     """Rank 0 speaks on the console and in `train_log`; the others only in `ranks/`, prints too."""
-    handlers: list[logging.Handler] = [logging.StreamHandler(sys.stdout)]
+    handlers: list[logging.Handler] = [Console(sys.stdout)]
     if train_log:
         handlers.append(logging.FileHandler(train_log))
         handlers[-1].setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
