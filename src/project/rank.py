@@ -124,8 +124,8 @@ def _join_group(cfg: DictConfig, store: dist.Store | None) -> None:
         "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
         timeout=timedelta(seconds=cfg.launch.timeout),
         store=store,
-        rank=int(os.environ["RANK"]) if store else -1,
-        world_size=int(os.environ["WORLD_SIZE"]) if store else -1,
+        rank=-1 if store is None else int(os.environ["RANK"]),
+        world_size=-1 if store is None else int(os.environ["WORLD_SIZE"]),
     )
 
 
