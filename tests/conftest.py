@@ -9,7 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 from torchvision.datasets import ImageFolder
+
+from project.sources import shapes
 
 REPOSITORY = Path(__file__).parents[1]
 TRAIN = str(REPOSITORY / "train.py")
@@ -84,6 +87,21 @@ def real_images(tmp_path_factory: pytest.TempPathFactory) -> Path:
             (root / split / folder.name).mkdir(parents=True)
             for path in sorted(folder.iterdir())[:count]:
                 (root / split / folder.name / path.name).symlink_to(path)
+    return root
+
+
+@pytest.fixture(scope="session")
+def some_images(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """For laws that hold for any images: real ones where there are some, else drawn ones."""
+    if REAL_IMAGES.exists():
+        return request.getfixturevalue("real_images")
+    root = tmp_path_factory.mktemp("drawn")
+    for split in "train", "test":
+        labels, classes, images = shapes(root, split, 32, num_train=1000, num_test=100, seed=0)
+        for number, (label, image) in enumerate(zip(labels, images, strict=True)):
+            path = root / split / classes[label] / f"{number:04}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(image).save(path)
     return root
 
 

@@ -132,6 +132,22 @@ def test_all_who_pack_what_cannot_be_decoded_are_told_so(tmp_path):
     assert not (tmp_path / ".packed").exists()
 
 
+@pytest.mark.parametrize(
+    ("listing", "message"),
+    [
+        (([0], ["a"], np.zeros((1, 32, 32, 3), np.float32)), "image 0 .* float32"),
+        (([0], ["a"], np.zeros((1, 3, 32, 32), np.uint8)), r"image 0 .*uint8 \(3, 32, 32\)"),
+        (([0, 0], ["a"], np.zeros((1, 32, 32, 3), np.uint8)), "2 labels"),
+        (([0], ["a"], np.zeros((2, 32, 32, 3), np.uint8)), "1 labels"),
+        (([1], ["a"], np.zeros((1, 32, 32, 3), np.uint8)), "labels 1 to 1, 1 classes"),
+    ],
+)
+def test_what_a_source_of_ones_own_gets_wrong_is_said(tmp_path, listing, message):
+    with pytest.raises(UserError, match=message):
+        pack(lambda root, split, image_size: listing, tmp_path / "data", "train", 32)
+    assert not (tmp_path / "data").exists()
+
+
 def test_more_than_8_bits_a_channel_are_refused(tmp_path):
     pixels = np.arange(32 * 32, dtype=np.uint16).reshape(32, 32) * 60
     Image.fromarray(pixels).save(draw(tmp_path) / "train" / "ant" / "0.png")

@@ -3,6 +3,7 @@
 import csv
 import json
 import logging
+import multiprocessing
 import os
 import signal
 import sys
@@ -21,6 +22,7 @@ from project import sources
 from project.augment import normalise
 from project.devices import num_local_ranks
 from project.errors import RankFailed, UserError
+from project.failure import dead_ranks, pid_file
 from project.files import write_json
 from project.folder import unused_folder
 from project.launch import contained, run
@@ -295,6 +297,30 @@ def test_success_is_what_this_attempt_writes(tmp_path):
     assert seen["status"] == "complete"
 
 
+def test_who_is_dead_and_who_is_not(tmp_path, monkeypatch):
+    """The other rank is a forked process, since locks belong to processes."""
+    (tmp_path / "7.pid").write_text("1")  # nobody holds it
+
+    def ask(queue) -> None:
+        os.environ["RANK"] = "1"
+        queue.put(dead_ranks(tmp_path))
+
+    monkeypatch.setenv("RANK", "0")
+    fork = multiprocessing.get_context("fork")
+    with pid_file(tmp_path / "0.pid"):
+        assert dead_ranks(tmp_path) == [7]
+        queue = fork.SimpleQueue()
+        process = fork.Process(target=ask, args=(queue,))
+        process.start()
+        assert queue.get() == [7]  # asking has not cost rank 0 its own lock
+        process.join()
+
+
+def test_a_missing_value_is_named(tmp_path):
+    with pytest.raises(UserError, match=r"Give a value: trainer.root=\.\.\."):
+        in_place(tmp_path, lambda cfg, folder: {}, root="???")
+
+
 @pytest.mark.parametrize(
     ("trainer", "message"),
     [
@@ -338,6 +364,7 @@ def test_in_place_leaves_environment_and_logging_as_they_were(tmp_path):
         ("data.batch_size=41", "train.py: data.batch_size=41 is the global batch"),
         ("trainer.devices=-1", "train.py: trainer.devices=-1: on this CPU choose"),
         ("trainer.max_stepz=1", "Could not override 'trainer.max_stepz'."),
+        ("experiment=quickstrt", "In 'train': Could not find 'experiment/quickstrt'"),
     ],
 )
 def test_a_mistake_ends_in_a_line_without_a_traceback(command, tmp_path, override, message):

@@ -25,14 +25,14 @@ RANKS = [1, 2, pytest.param(4, marks=pytest.mark.slow)]
 
 
 @pytest.fixture(scope="module", params=RANKS, ids="{} ranks".format)
-def pair(request: Any, real_images: Path, tmp_path_factory: Any) -> tuple[dict, dict]:
+def pair(request: Any, some_images: Path, tmp_path_factory: Any) -> tuple[dict, dict]:
     """The same training twice, raw and by train.py, each in processes of its own."""
     ranks, out = request.param, tmp_path_factory.mktemp("parity")
     raw = f"""-m torch.distributed.run --nproc-per-node={ranks} tests/reference_ddp.py
-        --data {real_images} --epochs 10 --max-steps {STEPS} --out {out}/raw.pt
+        --data {some_images} --epochs 10 --max-steps {STEPS} --out {out}/raw.pt
         --trace {out}/trace.pt"""
     ours = f"""train.py experiment=tutorial trainer=cpu trainer.devices={ranks}
-        data=imagefolder data.root={real_images} data.batch_size={64 * ranks}
+        data=imagefolder data.root={some_images} data.batch_size={64 * ranks}
         trainer.max_steps={STEPS} test=false hydra.run.dir={out}/run
         +callbacks.trace._target_=step_trace.StepTrace +callbacks.trace.folder={out}"""
     started = [

@@ -65,6 +65,7 @@ def test_rank_0_speaks_on_the_console_and_the_others_in_their_files(quickstart):
     shown = [line for line in done.stdout.splitlines() if line.startswith("epoch")]
     logged = (folder / "train.log").read_text()
     assert len(shown) == 4 + 180 // 20
+    assert done.stdout.splitlines()[0].startswith("run folder ")
     assert all(line in logged for line in shown)
     assert "epoch" in (folder / "ranks/1-0.log").read_text()
     assert done.stderr == ""

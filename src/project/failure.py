@@ -30,9 +30,10 @@ def record_failure(report: Path, train_log: Path | None, error: BaseException) -
     """Not on the console, where the first failure is shown, and only that one."""
     mistake = _cause_of(error)
     trace = None if mistake else traceback.format_exc()
-    summary = str(mistake) if mistake else f"{type(error).__name__}: {error}"
+    first_line = str(error).partition("\n")[0].rstrip(".")
+    summary = str(mistake) if mistake else f"{type(error).__name__}: {first_line}"
     content = {"time": time.time(), "error": summary, "traceback": trace}
-    content["dead"] = _dead_ranks(report.parent)
+    content["dead"] = dead_ranks(report.parent)
     write_json(report.with_suffix(".json"), content)
     with (train_log or report.with_suffix(".log")).open("a") as file:
         file.write(trace or f"{summary}\n")
@@ -59,16 +60,16 @@ def _cause_of(error: BaseException | None) -> UserError | None:
     return error
 
 
-def _dead_ranks(ranks: Path) -> list[int]:
+def dead_ranks(ranks: Path) -> list[int]:
     """Ranks that died without a word: their file is still there, the lock went with the process.
 
     The kernel closes a dying process's files in the order of their opening, so that the lock is
     free before the sockets break from which the other ranks learn of a death.
     """
+    own = ranks / f"{os.environ['RANK']}.pid"  # not even opened: closing it would give up the lock
     dead = []
-    for path in ranks.glob("*.pid"):
-        with path.open("a") as file, contextlib.suppress(BlockingIOError):
-            if path.stem != os.environ["RANK"]:
-                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                dead.append(int(path.stem))
-    return dead
+    for path in {*ranks.glob("*.pid")} - {own}:
+        with contextlib.suppress(BlockingIOError, FileNotFoundError), path.open("r+b") as file:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            dead.append(int(path.stem))
+    return sorted(dead)

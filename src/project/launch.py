@@ -57,6 +57,7 @@ def start(main: Callable[..., Any], train: Train) -> None:
 def run_job(train: Train) -> None:
     """Runs the job that Hydra has composed; the one place where errors become messages."""
     folder = Path(HydraConfig.get().runtime.output_dir)
+    print(f"run folder {shown(folder)}", flush=True)
     try:
         results = run(folder, train)
     except UserError as error:
@@ -71,7 +72,14 @@ def run_job(train: Train) -> None:
         sys.exit(128 + stopped.sigval)
     metrics = [f"{k} {v:.4f}" for k, v in results.items() if k.split("/")[-1] in ("acc", "loss")]
     try:
-        print(*metrics, f"{results['seconds']} s", f"in {shown(folder)}", sep="  ", flush=True)
+        print(
+            "complete",
+            *metrics,
+            f"{results['seconds']} s",
+            f"in {shown(folder)}",
+            sep="  ",
+            flush=True,
+        )
     except BrokenPipeError:  # nobody reads: Python's own flush at the end must not fail either
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
@@ -91,6 +99,8 @@ def run(folder: Path, train: Train) -> dict[str, Any]:
     for stale in (results, *folder.glob("ranks/*.json"), *folder.glob("ranks/*.pid")):
         stale.unlink(missing_ok=True)  # success and failure are what this attempt writes
     try:
+        if missing := OmegaConf.missing_keys(cfg):
+            raise UserError(f"Give a value: {'=..., '.join(sorted(missing))}=...")
         num_ranks = num_local_ranks(cfg.trainer)
         if dist.is_torchelastic_launched():
             check_world(num_ranks, cfg.trainer)

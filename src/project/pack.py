@@ -3,7 +3,9 @@
 import contextlib
 import hashlib
 import inspect
+import itertools
 import json
+import logging
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -17,6 +19,8 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from project.errors import UserError
+
+log = logging.getLogger("project")
 
 Source = Callable[[Path, str, int], Any]  # (root, split, image_size) -> sources.Listing
 
@@ -115,19 +119,35 @@ def _identity(source: Source, root: Path, split: str, image_size: int) -> str:
     return f"{function.__name__}-{image_size}-{digest}"
 
 
+def _pixels(image: Any, image_size: int, number: int) -> np.ndarray:
+    array = np.asarray(image)
+    if array.dtype != np.uint8 or array.shape != (image_size, image_size, 3):
+        raise UserError(
+            f"image {number} of the source is {array.dtype} {array.shape}, "
+            f"not uint8 {(image_size, image_size, 3)}."
+        )
+    return array
+
+
 def _write_pack(source: Source, root: Path, split: str, image_size: int, folder: Path) -> None:
-    listing = source(root, split, image_size)
-    shape = (len(listing.labels), 3, image_size, image_size)
+    log.info("packing the %s images of %s", split, root)
+    labels, classes, images = source(root, split, image_size)
+    labels = np.asarray(labels, np.int64)
+    if len(labels) and not 0 <= labels.min() <= labels.max() < len(classes):
+        raise UserError(f"{root}: labels {labels.min()} to {labels.max()}, {len(classes)} classes.")
+    shape = (len(labels), 3, image_size, image_size)
     part = folder.with_name(f"{folder.name}.part")
     shutil.rmtree(part, ignore_errors=True)  # of a packer that was killed; we hold its lock
     part.mkdir()
     try:
         packed = np.lib.format.open_memmap(part / "images.npy", "w+", np.uint8, shape)
-        for row, image in zip(packed, listing.images, strict=True):
-            row[:] = np.asarray(image).transpose(2, 0, 1)
+        for number, (row, image) in enumerate(itertools.zip_longest(packed, images)):
+            if row is None or image is None:
+                raise UserError(f"{root}: {len(labels)} labels are not as many as the images.")
+            row[:] = _pixels(image, image_size, number).transpose(2, 0, 1)
         packed.flush()
-        np.save(part / "labels.npy", np.asarray(listing.labels, np.int64))
-        (part / "classes.json").write_text(json.dumps(listing.classes), "utf-8")
+        np.save(part / "labels.npy", labels)
+        (part / "classes.json").write_text(json.dumps(list(classes)), "utf-8")
         part.rename(folder)
     except BaseException:
         shutil.rmtree(part, ignore_errors=True)
