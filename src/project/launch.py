@@ -71,15 +71,9 @@ def run_job(train: Train) -> None:
         print(f"train.py: {reason}. Run folder: {shown(folder)}", file=sys.stderr)
         sys.exit(128 + stopped.sigval)
     metrics = [f"{k} {v:.4f}" for k, v in results.items() if k.split("/")[-1] in ("acc", "loss")]
+    ending = f"{results['seconds']} s  in {shown(folder)}"
     try:
-        print(
-            "complete",
-            *metrics,
-            f"{results['seconds']} s",
-            f"in {shown(folder)}",
-            sep="  ",
-            flush=True,
-        )
+        print("complete", *metrics, ending, sep="  ", flush=True)
     except BrokenPipeError:  # nobody reads: Python's own flush at the end must not fail either
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
