@@ -66,6 +66,7 @@ def test_devices_mean(accelerator, devices, num_gpus, expected, monkeypatch):
         ("cpu", 5, 0, "trainer.devices=5.*1 to 4"),
         ("cpu", 0, 0, "trainer.devices=0"),
         ("cpu", "two", 0, "trainer.devices=two"),
+        ("cpu", True, 0, "trainer.devices=True"),
         ("gpu", 1, 0, "sees no GPU"),
         ("gpu", 9, 8, "trainer.devices=9.*8 GPUs"),
         ("gpu", [0, 8], 8, "8 GPUs here, from 0"),
@@ -235,7 +236,7 @@ def test_no_process_outlives_the_one_that_was_started(start, tmp_path, number, s
         process.send_signal(number)
         assert process.wait(timeout=20) == status
         errors = process.stderr.read()  # ends when the last process that could write has ended
-    until = time.monotonic() + 20
+    until = time.monotonic() + 10
     while alive(processes):
         assert time.monotonic() < until, f"still there: {alive(processes)}"
         time.sleep(0.05)

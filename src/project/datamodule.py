@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, Sampler
 from project.augment import Augment, normalise
 from project.data import EvalBatches, TrainBatches, steps_per_epoch, stratified_split
 from project.errors import UserError
+from project.failure import end_with_parent
 from project.pack import PackedImages, Source, pack
 
 Batch = tuple[Tensor, Tensor, Tensor]
@@ -65,7 +66,7 @@ class ImageDataModule(lightning.LightningDataModule):
         self._table: tuple[int, Tensor] | None = None
 
     def open(self, test: bool) -> None:
-        """Packs what is not packed yet.
+        """Packs what is not packed yet, the test split only if `test`.
 
         Raises:
             UserError: images are missing or cannot be decoded, or the splits do not fit together.
@@ -186,6 +187,7 @@ class ImageDataModule(lightning.LightningDataModule):
             # Ranks come from a fork server and would start workers from another: seconds of
             # imports, a copy of the images in each, and nobody to end them with their rank.
             multiprocessing_context="fork" if self.num_workers > 0 else None,
+            worker_init_fn=lambda _: end_with_parent(),  # torch's own look takes 5 s
         )
 
     @property

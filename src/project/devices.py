@@ -32,7 +32,7 @@ def num_local_ranks(trainer: DictConfig) -> int:
     if accelerator == "cpu" or num_gpus == 0:
         limit = RANKS_PER_CORE * num_cores()
         devices = 1 if devices == "auto" else devices
-        if not isinstance(devices, int) or not 1 <= devices <= limit:
+        if not isinstance(devices, int) or isinstance(devices, bool) or not 1 <= devices <= limit:
             raise UserError(f"trainer.devices={devices}: on this CPU choose 1 to {limit} ranks.")
         return devices
     chosen = range(num_gpus) if devices in ("auto", -1) else devices

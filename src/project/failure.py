@@ -3,14 +3,25 @@
 import contextlib
 import fcntl
 import json
+import multiprocessing
 import os
+import threading
 import time
 import traceback
 from collections.abc import Iterator
+from multiprocessing.connection import wait
 from pathlib import Path
 
 from project.errors import RankFailed, UserError
 from project.files import write_json
+
+
+def end_with_parent() -> None:
+    """From now on this process ends when its parent does, even by SIGKILL."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        sentinel = parent.sentinel
+        threading.Thread(target=lambda: (wait([sentinel]), os._exit(1)), daemon=True).start()
 
 
 @contextlib.contextmanager
@@ -27,7 +38,10 @@ def pid_file(path: Path) -> Iterator[None]:
 
 
 def record_failure(report: Path, train_log: Path | None, error: BaseException) -> None:
-    """Not on the console, where the first failure is shown, and only that one."""
+    """Writes a rank's failure to its report, the traceback to its log.
+
+    Not to the console, where the first failure is shown, and only that one.
+    """
     mistake = _cause_of(error)
     trace = None if mistake else traceback.format_exc()
     first_line = str(error).partition("\n")[0].rstrip(".")
@@ -40,7 +54,11 @@ def record_failure(report: Path, train_log: Path | None, error: BaseException) -
 
 
 def first_failure(folder: Path) -> Exception | None:
-    """What ended a job: the first report of a rank, or the silent death that it tells of."""
+    """What ended a job: the first report of a rank, or the silent death that it tells of.
+
+    Returns:
+        the error to raise, None if no rank has reported.
+    """
     reports = {path: json.loads(path.read_text()) for path in folder.glob("ranks/*.json")}
     if not reports:
         return None
@@ -71,5 +89,6 @@ def dead_ranks(ranks: Path) -> list[int]:
     for path in {*ranks.glob("*.pid")} - {own}:
         with contextlib.suppress(BlockingIOError, FileNotFoundError), path.open("r+b") as file:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            dead.append(int(path.stem))
+            if path.exists():  # else it ended in order just now
+                dead.append(int(path.stem))
     return sorted(dead)

@@ -15,7 +15,7 @@ from project.errors import UserError
 def warmup_then_decay(
     optimizer: Optimizer, num_steps: int, warmup: float, decay: str | None
 ) -> LRScheduler:
-    """Raises the rate linearly to the optimizer's, then lets it fall to 0 at the last step.
+    """Raises the rate linearly to the optimizer's, then lets it fall to 0 after the last step.
 
     Step it after every optimizer step. The first step runs at 1 / warm-up steps of the full rate.
 

@@ -2,16 +2,13 @@
 
 import contextlib
 import logging
-import multiprocessing
 import os
 import signal
 import sys
-import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +17,7 @@ import torch.distributed as dist
 from omegaconf import DictConfig, OmegaConf
 
 from project.devices import num_cores
-from project.failure import pid_file, record_failure
+from project.failure import end_with_parent, pid_file, record_failure
 from project.files import write_json
 
 # Upstream's warnings that do not apply here, by a pattern of how they begin.
@@ -136,16 +133,8 @@ def _leave_group() -> None:
 
 def rank_process(folder: str, train: Train) -> None:
     """The entry point of a process that the agent starts from the fork server."""
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    end_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # the agent passes it on; shells may ignore it
     share = max(num_cores() // int(os.environ["LOCAL_WORLD_SIZE"]), 1)
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or share))
     run_rank(Path(folder), train)
-
-
-def _end_with_parent() -> None:
-    """No rank outlives the process that the user started, not even if that one is SIGKILLed."""
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        wait([parent.sentinel])
-        os._exit(1)
