@@ -25,10 +25,10 @@ def train(cfg: DictConfig, folder: Path) -> dict[str, Any]:
     from project.callbacks import PlainCheckpointIO, RunRecord, StepLines
     from project.task import Classifier
 
-    lightning.seed_everything(cfg.seed, workers=True, verbose=False)
     data = instantiate(cfg.data, seed=cfg.seed, _convert_="all")
     data.open(test=cfg.test)  # what is missing or broken shows now, not after the training
     num_classes = data.num_classes
+    lightning.seed_everything(cfg.seed, workers=True, verbose=False)  # packing has no say in it
     net = instantiate(cfg.model, num_classes=num_classes, _convert_="all")
     optimizer, scheduler = instantiate(cfg.optimizer), instantiate(cfg.scheduler)
     task = Classifier(net, optimizer, scheduler, num_classes, cfg.seed)
