@@ -72,6 +72,7 @@ def test_devices_mean(accelerator, devices, num_gpus, expected, monkeypatch):
         ("gpu", [0, 8], 8, "8 GPUs here, from 0"),
         ("gpu", [1, 1], 8, "8 GPUs here"),
         ("gpu", [], 8, "give a number"),
+        ("gpu", True, 8, "trainer.devices=True"),
         ("gpu", 0, 8, "give a number"),
         ("gpu", -2, 8, "give a number"),
     ],

@@ -4,6 +4,7 @@ What happens to an image is a function of (seed, epoch, index of the image) alon
 depend on the number of ranks, of loader workers, or on where a run was interrupted.
 """
 
+import functools
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,8 +27,14 @@ def normalise(images: Tensor, mean: Sequence[float], std: Sequence[float]) -> Te
     The same operations in the same order as torchvision's to_tensor and normalize, hence the same
     bits.
     """
-    mean_, std_ = (images.new_tensor(v, dtype=torch.float32).view(3, 1, 1) for v in (mean, std))
+    mean_, std_ = (_per_channel(tuple(values), images.device) for values in (mean, std))
     return images.to(torch.float32).div_(255).sub_(mean_).div_(std_)
+
+
+@functools.cache
+def _per_channel(values: tuple[float, ...], device: torch.device) -> Tensor:
+    """(3, 1, 1) float32, made once a device: the host waits for such a copy to a GPU."""
+    return torch.tensor(values, dtype=torch.float32, device=device).view(3, 1, 1)
 
 
 @dataclass

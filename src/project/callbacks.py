@@ -102,10 +102,10 @@ class RunRecord(Checkpoint):
     def on_train_end(self, trainer: lightning.Trainer, pl_module: Any) -> None:
         """Writes `model.pt`; the last epoch's end, which max_steps brings too, has been saved."""
         if trainer.is_global_zero:
-            state = torch.load(self.chosen_path, map_location="cpu", weights_only=True)
-            net = {k.removeprefix("net."): v for k, v in state["state_dict"].items()}
-            path = self.last_path.with_name("model.pt")
-            write_atomically(path, lambda file: torch.save(net, file))
+            files = PlainCheckpointIO()
+            state = files.load_checkpoint(self.chosen_path)["state_dict"]
+            net = {name.removeprefix("net."): value for name, value in state.items()}
+            files.save_checkpoint(net, self.last_path.with_name("model.pt"))
 
     def results(self, trainer: lightning.Trainer) -> dict[str, Any]:
         """What `results.json` says of the training."""

@@ -17,6 +17,11 @@ def num_cores() -> int:
     return os.cpu_count() or 1
 
 
+def on_gpu(trainer: DictConfig) -> bool:
+    """Whether ranks get a GPU each: wherever there is one, unless the config insists on CPUs."""
+    return trainer.accelerator != "cpu" and torch.cuda.device_count() > 0
+
+
 def num_local_ranks(trainer: DictConfig) -> int:
     """Ranks on this node: one a GPU, or on CPUs as many as `trainer.devices` says.
 
@@ -29,10 +34,12 @@ def num_local_ranks(trainer: DictConfig) -> int:
         raise UserError(f"trainer.accelerator={accelerator}: choose auto, cpu or gpu.")
     if accelerator in ("gpu", "cuda") and num_gpus == 0:
         raise UserError(f"trainer.accelerator={accelerator}: torch sees no GPU here (trainer=cpu?)")
-    if accelerator == "cpu" or num_gpus == 0:
+    if isinstance(devices, bool):  # which Python takes for a number
+        raise UserError(f"trainer.devices={devices}: give a number, a list of GPUs, -1 or auto.")
+    if not on_gpu(trainer):
         limit = RANKS_PER_CORE * num_cores()
         devices = 1 if devices == "auto" else devices
-        if not isinstance(devices, int) or isinstance(devices, bool) or not 1 <= devices <= limit:
+        if not isinstance(devices, int) or not 1 <= devices <= limit:
             raise UserError(f"trainer.devices={devices}: on this CPU choose 1 to {limit} ranks.")
         return devices
     chosen = range(num_gpus) if devices in ("auto", -1) else devices

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from omegaconf import DictConfig, OmegaConf
 
-from project.devices import num_cores
+from project.devices import num_cores, on_gpu
 from project.failure import end_with_parent, pid_file, record_failure
 from project.files import write_json
 
@@ -113,12 +113,12 @@ def _logging(train_log: Path | None, report: Path) -> Iterator[None]:
 
 def _join_group(cfg: DictConfig, store: dist.Store | None) -> None:
     """Makes the default group, which Lightning finds and keeps: the strategy stays "ddp"."""
-    on_gpu = cfg.trainer.accelerator in ("gpu", "cuda", "auto") and torch.cuda.is_available()
-    if on_gpu:
+    has_gpu = on_gpu(cfg.trainer)
+    if has_gpu:
         devices, local_rank = cfg.trainer.devices, int(os.environ["LOCAL_RANK"])
         torch.cuda.set_device(local_rank if isinstance(devices, int | str) else devices[local_rank])
     dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
+        "cpu:gloo,cuda:nccl" if has_gpu else "gloo",
         timeout=timedelta(seconds=cfg.launch.timeout),
         store=store,
         rank=-1 if store is None else int(os.environ["RANK"]),
