@@ -1,6 +1,7 @@
 """Images as uint8 arrays: packed once, mapped by every rank, fetched by index."""
 
 import contextlib
+import fcntl
 import hashlib
 import inspect
 import itertools
@@ -10,11 +11,10 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import torch
-from filelock import FileLock
 from torch import Tensor
 from torch.utils.data import Dataset
 
@@ -56,45 +56,51 @@ def pack(source: Source, root: Path, split: str, image_size: int) -> PackedImage
     """
     packs = pack_folder(root)
     folder = packs / f"{_identity(source, root, split, image_size)}-{split}"
-    while not folder.exists():
-        # Again if the lock's folder went with somebody who failed while this process waited.
-        with _made(packs), contextlib.suppress(_LockGone), _locked(packs / f"{folder.name}.lock"):
+    if not folder.exists():
+        with _locked(packs / f"{folder.name}.lock"):
             if not folder.exists():
                 _write_pack(source, root, split, image_size, folder)
     return PackedImages(folder)
 
 
-class _LockGone(Exception):
-    """The lock's folder was removed."""
-
-
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    lock = FileLock(path)
-    try:
-        lock.acquire()
-    except FileNotFoundError as error:
-        raise _LockGone from error
-    try:
-        yield
-    finally:
-        lock.release()
+    """Holds the lock file `path`, in a folder made for it; a user's mistake clears both away.
+
+    So a mistyped root leaves no trace. Only the holder clears, and whoever waited for a file that
+    was cleared away holds a lock on nothing and tries again: two never hold it at a time.
+    """
+    attempts = 0
+    while True:
+        missing = [folder for folder in path.parents if not folder.exists()]
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            file = path.open("w")
+        except (FileNotFoundError, FileExistsError):  # the folder was cleared away meanwhile
+            attempts += 1
+            if attempts == 100:
+                raise
+            continue
+        fcntl.flock(file, fcntl.LOCK_EX)
+        if _lies_at(path, file):
+            break
+        file.close()
+    with file:
+        try:
+            yield
+        except UserError:
+            path.unlink()
+            with contextlib.suppress(OSError):  # not empty: somebody else's
+                for folder in dict.fromkeys([path.parent, *missing]):
+                    folder.rmdir()
+            raise
 
 
-@contextlib.contextmanager
-def _made(folder: Path) -> Iterator[None]:
-    """Makes a folder; if nothing comes to lie in it, a mistyped root leaves no trace."""
-    missing = [path for path in (folder, *folder.parents) if not path.exists()]
-    folder.mkdir(parents=True, exist_ok=True)
+def _lies_at(path: Path, file: IO[str]) -> bool:
     try:
-        yield
-    except UserError:
-        for lock in folder.glob("*.lock") if missing else ():
-            lock.unlink(missing_ok=True)
-        with contextlib.suppress(OSError):  # not empty: somebody else's
-            for path in missing:
-                path.rmdir()
-        raise
+        return os.path.samestat(path.stat(), os.fstat(file.fileno()))
+    except FileNotFoundError:
+        return False
 
 
 def pack_folder(root: Path) -> Path:
