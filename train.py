@@ -31,7 +31,9 @@ def train(cfg: DictConfig, folder: Path) -> dict[str, Any]:
     lightning.seed_everything(cfg.seed, workers=True, verbose=False)  # packing has no say in it
     net = instantiate(cfg.model, num_classes=num_classes, _convert_="all")
     optimizer, scheduler = instantiate(cfg.optimizer), instantiate(cfg.scheduler)
-    task = Classifier(net, optimizer, scheduler, num_classes, cfg.seed)
+    task = Classifier(
+        net, optimizer, scheduler, num_classes, cfg.seed, cfg.label_smoothing
+    )
     record = RunRecord(folder)
     callbacks = [*instantiate(cfg.callbacks).values(), StepLines(), record]
     trainer = instantiate(

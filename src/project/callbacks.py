@@ -87,7 +87,7 @@ class RunRecord(Checkpoint):
             return
         self.best, self._improved = values, True
         if not trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:
-            trainer.save_checkpoint(self.best_path)
+            self._save_as(self.best_path, trainer)
             self._improved = False
 
     def on_train_epoch_end(self, trainer: lightning.Trainer, pl_module: Any) -> None:
@@ -116,8 +116,14 @@ class RunRecord(Checkpoint):
             "checkpoint": str(self.chosen_path.relative_to(self.folder)),
         }
 
+    def _save_as(self, path: Path, trainer: lightning.Trainer) -> None:
+        module: Any = trainer.lightning_module
+        module.recent_losses()  # nothing is saved after a loss that is not finite
+        module.check_weights()
+        trainer.save_checkpoint(path)
+
     def _save(self, trainer: lightning.Trainer) -> None:
-        trainer.save_checkpoint(self.last_path)
+        self._save_as(self.last_path, trainer)
         if not trainer.is_global_zero:
             return
         if self._improved:

@@ -103,6 +103,10 @@ class ImageDataModule(lightning.LightningDataModule):
         """Number of labels."""
         return len(self.train_images.classes)
 
+    def first_images(self, count: int) -> Tensor:
+        """The first `count` training images, normalised, not augmented."""
+        return normalise(self.train_images[self.split[0][:count]][0], self.mean, self.std)
+
     def train_dataloader(self) -> DataLoader:
         """This rank's share of the training images.
 
@@ -158,11 +162,12 @@ class ImageDataModule(lightning.LightningDataModule):
     def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
         """Normalises a batch on its device, and in training augments it."""
         images, labels, rows = batch
+        dtype = self._trainer.lightning_module.dtype  # float32, unless trainer.precision is "true"
         if not self._trainer.training:
-            return normalise(images, self.mean, self.std), labels, rows
+            return normalise(images, self.mean, self.std).to(dtype), labels, rows
         choices = self._augmentations(images.device)[rows]
         images = normalise(self.augment.crop_and_flip(images, choices), self.mean, self.std)
-        return self.augment.cut_out(images, choices), labels, rows
+        return self.augment.cut_out(images, choices).to(dtype), labels, rows
 
     def _augmentations(self, device: torch.device) -> Tensor:
         """The current epoch's table, drawn once an epoch."""

@@ -1,4 +1,4 @@
-"""Learning-rate schedules, put together from torch's own. Optimizers come from `torch.optim`."""
+"""Weight decay and learning-rate schedules. The optimizers are those of `torch.optim`."""
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import (
@@ -10,6 +10,18 @@ from torch.optim.lr_scheduler import (
 )
 
 from project.errors import UserError
+
+
+def decay_weights_only(optimizer: Optimizer) -> None:
+    """Exempts biases, norms and other vectors from an optimizer's weight decay, if it has any.
+
+    They move to a second parameter group; an optimizer without weight decay keeps its one.
+    """
+    (group,) = optimizer.param_groups
+    if group.get("weight_decay"):
+        vectors = [parameter for parameter in group["params"] if parameter.ndim < 2]
+        group["params"] = [parameter for parameter in group["params"] if parameter.ndim >= 2]
+        optimizer.add_param_group({"params": vectors, "weight_decay": 0.0})
 
 
 def warmup_then_decay(

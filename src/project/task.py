@@ -1,7 +1,7 @@
 """What is learned: the LightningModule with loss, exact epoch metrics and optimizer."""
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NoReturn
 
 import lightning
 import torch
@@ -13,6 +13,8 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from project.augment import seed_from
 from project.datamodule import Batch
+from project.errors import UserError
+from project.optim import decay_weights_only
 
 
 class EpochSums:
@@ -56,12 +58,17 @@ class EpochSums:
 class Classifier(lightning.LightningModule):
     """Trains `net` by cross-entropy.
 
+    A network with a method `initialise(images)` is shown the first 5,000 training images,
+    normalised, before it trains.
+
     Args:
         net: images (B, 3, H, W) to logits (B, num_classes).
         optimizer: makes an optimizer from parameters.
         scheduler: makes a schedule from an optimizer and `num_steps`, stepped every optimizer step.
         num_classes: number of labels.
         seed: of the randomness inside the network.
+        label_smoothing: of the training loss, in [0, 1); evaluation uses none.
+        initialise: false where the weights come from a file.
 
     Attributes:
         metrics: exact values of the latest epochs, equal on all ranks, by name ("val/acc").
@@ -75,13 +82,25 @@ class Classifier(lightning.LightningModule):
         scheduler: Callable[..., LRScheduler],
         num_classes: int,
         seed: int,
+        label_smoothing: float = 0.0,
+        initialise: bool = True,
     ) -> None:
         super().__init__()
+        if not 0 <= label_smoothing < 1:
+            raise UserError(f"label_smoothing={label_smoothing} must lie in [0, 1).")
         self.net = net
+        self.label_smoothing, self.initialise = label_smoothing, initialise
         self.make_optimizer, self.make_scheduler = optimizer, scheduler
         self.num_classes, self.seed = num_classes, seed
         self.metrics: dict[str, float] = {}
         self.confusion: Tensor | None = None
+        self._losses: list[Tensor] = []
+
+    def setup(self, stage: str) -> None:
+        """Lets the network initialise itself from training images."""
+        if stage == "fit" and self.initialise and hasattr(self.net, "initialise"):
+            data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
+            self.net.initialise(data.first_images(5000))
 
     def forward(self, images: Tensor) -> Tensor:
         """Logits (B, num_classes) of normalised images (B, 3, H, W)."""
@@ -89,7 +108,9 @@ class Classifier(lightning.LightningModule):
 
     def configure_optimizers(self) -> Any:
         """The optimizer, and its schedule over all steps of the training."""
-        optimizer = self.make_optimizer(self.parameters())
+        trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
+        optimizer = self.make_optimizer(trained)
+        decay_weights_only(optimizer)
         num_steps = self.trainer.datamodule.num_steps()  # type: ignore[attr-defined]
         scheduler = self.make_scheduler(optimizer, num_steps=num_steps)
         return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
@@ -108,9 +129,44 @@ class Classifier(lightning.LightningModule):
         """The mean loss of this rank's batch."""
         images, labels, _ = batch
         logits = self.net(images)
-        loss = F.cross_entropy(logits, labels)
+        loss = F.cross_entropy(logits, labels, label_smoothing=self.label_smoothing)
         self._train_sums.add(loss.expand(len(labels)), logits, labels)
+        self._losses.append(loss.detach())
         return loss
+
+    def recent_losses(self) -> Tensor:
+        """Losses of the batches since the last call, each the mean over ranks; (n,), on the CPU.
+
+        All ranks must call this alike, between optimizer steps. It waits for the device, so only
+        steps that log or save do.
+
+        Raises:
+            UserError: a loss was not finite; the step is named.
+        """
+        if not self._losses:
+            return torch.empty(0)
+        losses = torch.stack(self._losses)
+        self._losses.clear()
+        if dist.is_initialized():
+            dist.all_reduce(losses)
+            losses /= dist.get_world_size()
+        losses = losses.cpu()
+        if wrong := (~losses.isfinite()).nonzero().flatten().tolist():
+            behind = (len(losses) - 1 - wrong[0]) // self.trainer.accumulate_grad_batches
+            self._refuse(f"the loss of step {self.trainer.global_step - behind}")
+        return losses
+
+    def check_weights(self) -> None:
+        """Raises UserError if a weight is not finite: such a network is not worth saving."""
+        sums = torch.stack([parameter.detach().double().sum() for parameter in self.parameters()])
+        if not sums.isfinite().all():
+            self._refuse(f"a weight after step {self.trainer.global_step}")
+
+    def _refuse(self, what: str) -> NoReturn:
+        raise UserError(
+            f"{what} (epoch {self.current_epoch + 1}) is not a finite number. Lower optimizer.lr, "
+            f"or set trainer.gradient_clip_val=1.\nEarlier checkpoints of the run are as they were."
+        )
 
     def on_train_epoch_end(self) -> None:
         """Publishes train/loss and train/acc."""
