@@ -13,41 +13,61 @@ from typing import Any
 
 import hydra
 from hydra.utils import instantiate
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
-from project import launch
+from project import checkpoint, launch
+from project.schema import check_nodes
 
 
 def train(cfg: DictConfig, folder: Path) -> dict[str, Any]:
     """The whole program of one rank; all ranks run it alike."""
     import lightning  # here, since the process that launches the ranks does without
 
-    from project.callbacks import PlainCheckpointIO, RunRecord, StepLines
+    from project.callbacks import PlainCheckpointIO, RunRecord
+    from project.plots import Pictures
+    from project.progress import Progress
     from project.task import Classifier
 
+    check_nodes(cfg)
     data = instantiate(cfg.data, seed=cfg.seed, _convert_="all")
     data.open(test=cfg.test)  # what is missing or broken shows now, not after the training
     num_classes = data.num_classes
     lightning.seed_everything(cfg.seed, workers=True, verbose=False)  # packing has no say in it
     net = instantiate(cfg.model, num_classes=num_classes, _convert_="all")
-    optimizer, scheduler = instantiate(cfg.optimizer), instantiate(cfg.scheduler)
+    if cfg.weights:
+        checkpoint.load_weights(net, cfg.weights, num_classes)
+    if cfg.ckpt_path:
+        checkpoint.check_run(net, cfg.ckpt_path)
+    if cfg.compile:
+        net.compile()  # in place: names in checkpoints stay as they are
     task = Classifier(
-        net, optimizer, scheduler, num_classes, cfg.seed, cfg.label_smoothing
+        net,
+        instantiate(cfg.optimizer),
+        instantiate(cfg.scheduler),
+        num_classes,
+        cfg.seed,
+        label_smoothing=cfg.label_smoothing,
+        initialise=not (cfg.weights or cfg.ckpt_path),
     )
-    record = RunRecord(folder)
-    callbacks = [*instantiate(cfg.callbacks).values(), StepLines(), record]
+    record = RunRecord(folder, config=OmegaConf.to_container(cfg))  # unresolved: holds no secrets
     trainer = instantiate(
         cfg.trainer,
-        callbacks=callbacks,
+        callbacks=[*instantiate(cfg.callbacks).values(), Progress(), Pictures(folder), record],
+        logger=[instantiate(logger, save_dir=str(folder)) for logger in cfg.logger.values()],
         plugins=[PlainCheckpointIO()],
         default_root_dir=str(folder),
         use_distributed_sampler=False,  # Lightning's would deal ours out once more
         _convert_="all",
     )
-    trainer.fit(task, datamodule=data)
-    results = record.results(trainer)
+    chosen = cfg.ckpt_path
+    if cfg.fit:
+        trainer.fit(task, datamodule=data, ckpt_path=cfg.ckpt_path)
+        chosen = record.chosen_path
+    else:
+        trainer.validate(task, datamodule=data, ckpt_path=chosen, verbose=False)
+    results = record.results(trainer) if cfg.fit else task.metrics | {"checkpoint": chosen}
     if cfg.test:
-        trainer.test(task, datamodule=data, ckpt_path=record.chosen_path, verbose=False)
+        trainer.test(task, datamodule=data, ckpt_path=chosen, verbose=False)
         results |= {k: v for k, v in task.metrics.items() if k.startswith("test/")}
     return results
 

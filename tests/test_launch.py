@@ -19,13 +19,14 @@ from omegaconf import OmegaConf
 from conftest import TINY
 from project import devices as devices_module
 from project import sources
+from project.agent import contained
 from project.augment import normalise
 from project.devices import num_local_ranks
 from project.errors import RankFailed, UserError
 from project.failure import dead_ranks, pid_file
 from project.files import write_json
 from project.folder import unused_folder
-from project.launch import contained, run
+from project.launch import run
 from project.launch import start as start_ranks
 from project.pack import pack
 from toy import Plain

@@ -13,11 +13,11 @@ from torch import nn
 
 from project import sources
 from project.augment import Augment, normalise
-from project.callbacks import StepLines
 from project.datamodule import ImageDataModule
 from project.errors import UserError
 from project.model import CNN
 from project.optim import warmup_then_decay
+from project.progress import Progress
 from project.task import Classifier, EpochSums
 
 SETTINGS: dict[str, Any] = {
@@ -26,6 +26,7 @@ SETTINGS: dict[str, Any] = {
     "eval_batch_size": 16,
     "val_fraction": 0.1,
     "split_seed": 0,
+    "limit_train_images": None,
     "mean": (0.5, 0.5, 0.5),
     "std": (0.25, 0.25, 0.25),
     "augment": Augment(crop_padding=4, flip=True),
@@ -212,7 +213,7 @@ class Uniform(nn.Linear):
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_the_line_of_a_step_shows_the_loss(make_data, caplog, accumulate):
     trainer = make_trainer(
-        accumulate_grad_batches=accumulate, log_every_n_steps=2, callbacks=[StepLines()]
+        accumulate_grad_batches=accumulate, log_every_n_steps=2, callbacks=[Progress()]
     )
     with caplog.at_level("INFO", "project"):
         trainer.fit(make_task(Uniform(3072, 10)), datamodule=make_data())

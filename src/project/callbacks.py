@@ -11,7 +11,7 @@ from typing import Any
 import lightning
 import torch
 from lightning.fabric.plugins.io import CheckpointIO
-from lightning.pytorch.callbacks import Callback, Checkpoint
+from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.trainer.states import TrainerFn
 
 from project.files import write_atomically
@@ -51,14 +51,15 @@ class RunRecord(Checkpoint):
 
     Args:
         folder: of the run; rank 0 writes.
+        config: the run's, plain and unresolved; travels in the checkpoints.
 
     Attributes:
         history: one row an epoch.
         best: val/loss and val/acc of `best.ckpt`; empty without validation.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, config: Any = None) -> None:
+        self.folder, self.config = folder, config
         self.last_path = folder / "checkpoints" / "last.ckpt"
         self.best_path = folder / "checkpoints" / "best.ckpt"
         self.history: list[dict[str, Any]] = []
@@ -73,6 +74,10 @@ class RunRecord(Checkpoint):
     def state_dict(self) -> dict[str, Any]:
         """What travels in a checkpoint."""
         return {"history": self.history, "best": self.best}
+
+    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        """Adds the config, so that a checkpoint alone can be evaluated."""
+        checkpoint["config"] = self.config
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes up the history of the run that wrote a checkpoint."""
@@ -138,24 +143,6 @@ class RunRecord(Checkpoint):
         writer.writeheader()
         writer.writerows(self.history)
         return text.getvalue().encode()
-
-
-class StepLines(Callback):
-    """One line on the console every `trainer.log_every_n_steps` optimizer steps."""
-
-    def __init__(self) -> None:
-        self._shown_step = 0
-
-    def on_train_batch_end(
-        self, trainer: lightning.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        """Reads the loss of rank 0's batch from the device only when it is shown."""
-        step, every = trainer.global_step, trainer.log_every_n_steps  # type: ignore[attr-defined]
-        if step == self._shown_step or step % every:
-            return
-        self._shown_step = step
-        loss = outputs["loss"].item() * trainer.accumulate_grad_batches  # Lightning divided it
-        log.info("epoch %d  step %d  loss %.4f", trainer.current_epoch + 1, step, loss)
 
 
 def _link(source: Path, target: Path) -> None:

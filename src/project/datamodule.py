@@ -34,6 +34,7 @@ class ImageDataModule(lightning.LightningDataModule):
         eval_batch_size: images a rank scores at a time; has no effect on the result.
         val_fraction: of each class of the training split held out for validation; 0 for none.
         split_seed: chooses which; apart from `seed`, so that seeds are compared on equal terms.
+        limit_train_images: train on no more than so many, evenly spaced; None for all.
         mean, std: per channel, of images in [0, 1].
         augment: what happens to training images.
         num_workers: loader processes a rank.
@@ -50,6 +51,7 @@ class ImageDataModule(lightning.LightningDataModule):
         eval_batch_size: int,
         val_fraction: float,
         split_seed: int,
+        limit_train_images: int | None,
         mean: Sequence[float],
         std: Sequence[float],
         augment: Augment,
@@ -58,9 +60,14 @@ class ImageDataModule(lightning.LightningDataModule):
         seed: int,
     ) -> None:
         super().__init__()
+        if image_size < 1 or num_workers < 0 or not len(mean) == len(std) == 3 or min(std) <= 0:
+            raise UserError(
+                "data: image_size >= 1, num_workers >= 0, three each of mean and std > 0."
+            )
         self.source, self.root, self.image_size = source, Path(root), image_size
         self.batch_size, self.eval_batch_size = batch_size, eval_batch_size
         self.val_fraction, self.split_seed = val_fraction, split_seed
+        self.limit_train_images = limit_train_images
         self.mean, self.std, self.augment = mean, std, augment
         self.num_workers, self.pin_memory, self.seed = num_workers, pin_memory, seed
         self._table: tuple[int, Tensor] | None = None
@@ -96,7 +103,10 @@ class ImageDataModule(lightning.LightningDataModule):
     @functools.cached_property
     def split(self) -> tuple[Tensor, Tensor]:
         """Rows of `train_images` to train on and to validate on."""
-        return stratified_split(self.train_images.labels, self.val_fraction, self.split_seed)
+        labels = self.train_images.labels
+        train, val = stratified_split(labels, self.val_fraction, self.split_seed)
+        count = min(self.limit_train_images or len(train), len(train))
+        return train[torch.arange(count) * len(train) // max(count, 1)], val
 
     @property
     def num_classes(self) -> int:

@@ -17,6 +17,11 @@ def num_cores() -> int:
     return os.cpu_count() or 1
 
 
+def threads_a_rank(num_ranks: int) -> int:
+    """Its share of the cores, unless OMP_NUM_THREADS says otherwise."""
+    return int(os.environ.get("OMP_NUM_THREADS") or max(num_cores() // num_ranks, 1))
+
+
 def on_gpu(trainer: DictConfig) -> bool:
     """Whether ranks get a GPU each: wherever there is one, unless the config insists on CPUs."""
     return trainer.accelerator != "cpu" and torch.cuda.device_count() > 0

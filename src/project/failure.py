@@ -37,20 +37,24 @@ def pid_file(path: Path) -> Iterator[None]:
             path.unlink(missing_ok=True)
 
 
-def record_failure(report: Path, train_log: Path | None, error: BaseException) -> None:
+def record_failure(
+    report: Path, train_log: Path | None, error: BaseException, mistake: str | None
+) -> None:
     """Writes a rank's failure to its report, the traceback to its log.
 
     Not to the console, where the first failure is shown, and only that one.
+
+    Args:
+        mistake: of the user, if that is behind it: then the console shows no traceback.
     """
-    mistake = _cause_of(error)
-    trace = None if mistake else traceback.format_exc()
+    trace = traceback.format_exc()
     first_line = str(error).partition("\n")[0].rstrip(".")
-    summary = str(mistake) if mistake else f"{type(error).__name__}: {first_line}"
-    content = {"time": time.time(), "error": summary, "traceback": trace}
+    summary = mistake or f"{type(error).__name__}: {first_line}"
+    content = {"time": time.time(), "error": summary, "traceback": None if mistake else trace}
     content["dead"] = dead_ranks(report.parent)
     write_json(report.with_suffix(".json"), content)
     with (train_log or report.with_suffix(".log")).open("a") as file:
-        file.write(trace or f"{summary}\n")
+        file.write(f"{summary}\n" if isinstance(error, UserError) else trace)
 
 
 def first_failure(folder: Path) -> Exception | None:
@@ -69,13 +73,6 @@ def first_failure(folder: Path) -> Exception | None:
         return UserError(report["error"])
     rank = path.name.split("-")[0]
     return RankFailed(f"rank {rank} failed: {report['error']}", report["traceback"])
-
-
-def _cause_of(error: BaseException | None) -> UserError | None:
-    """The user's mistake behind an exception; Hydra's instantiate wraps what it raises."""
-    while error is not None and not isinstance(error, UserError):
-        error = error.__cause__
-    return error
 
 
 def dead_ranks(ranks: Path) -> list[int]:

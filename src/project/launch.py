@@ -4,33 +4,32 @@ The process that the user starts never becomes a rank. It composes the config, l
 agent start the ranks from a fork server, waits for them and reports.
 """
 
-import contextlib
 import functools
 import json
-import logging
 import multiprocessing.forkserver
 import os
 import signal
 import sys
-import tempfile
-import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing.errors import record
 
+from project.agent import run_ranks
+from project.cli import closing_table, explained
 from project.devices import check_world, num_local_ranks
 from project.errors import RankFailed, UserError
 from project.failure import first_failure
 from project.files import write_json
 from project.folder import shown
-from project.rank import Train, rank_process, run_rank
+from project.rank import Train, run_rank
+from project.schema import check_knobs
+from project.stored import adopt
 
 
 def start(main: Callable[..., Any], train: Train) -> None:
@@ -38,6 +37,16 @@ def start(main: Callable[..., Any], train: Train) -> None:
 
     Under torchrun rank 0 alone composes the config; the others wait for the folder of its run.
     """
+    try:
+        with explained(main):
+            _start(main, train)
+    except UserError as error:
+        sys.exit(f"train.py: {error}")
+    except KeyboardInterrupt:  # while nothing runs yet
+        sys.exit(128 + signal.SIGINT)
+
+
+def _start(main: Callable[..., Any], train: Train) -> None:
     if not dist.is_torchelastic_launched():
         multiprocessing.forkserver.set_forkserver_preload(["project.preload"])
         multiprocessing.forkserver.ensure_running()  # imports while this process composes
@@ -70,10 +79,8 @@ def run_job(train: Train) -> None:
         _write_failure(folder, reason)
         print(f"train.py: {reason}. Run folder: {shown(folder)}", file=sys.stderr)
         sys.exit(128 + stopped.sigval)
-    metrics = [f"{k} {v:.4f}" for k, v in results.items() if k.split("/")[-1] in ("acc", "loss")]
-    ending = f"{results['seconds']} s  in {shown(folder)}"
     try:
-        print("complete", *metrics, ending, sep="  ", flush=True)
+        print(closing_table(results, folder), flush=True)
     except BrokenPipeError:  # nobody reads: Python's own flush at the end must not fail either
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
@@ -95,6 +102,9 @@ def run(folder: Path, train: Train) -> dict[str, Any]:
     try:
         if missing := OmegaConf.missing_keys(cfg):
             raise UserError(f"Give a value: {'=..., '.join(sorted(missing))}=...")
+        check_knobs(cfg)
+        if not cfg.fit:
+            _take_up_config(cfg, folder)
         num_ranks = num_local_ranks(cfg.trainer)
         if dist.is_torchelastic_launched():
             check_world(num_ranks, cfg.trainer)
@@ -105,11 +115,20 @@ def run(folder: Path, train: Train) -> dict[str, Any]:
         elif cfg.trainer.num_nodes > 1:
             raise UserError("trainer.num_nodes > 1: start train.py with torchrun on every node.")
         else:
-            _run_under_agent(folder, train, num_ranks)
+            run_ranks(folder, train, num_ranks)
     except (UserError, RankFailed) as error:
         _write_failure(folder, str(error).splitlines()[0])
         raise
     return json.loads(results.read_text())
+
+
+def _take_up_config(cfg: Any, folder: Path) -> None:
+    """Evaluates a checkpoint with the config of the run that wrote it."""
+    if not cfg.ckpt_path and not cfg.weights:
+        raise UserError("fit=false evaluates: give ckpt_path=FILE (of a run) or weights=FILE.")
+    if cfg.ckpt_path:
+        adopt(cfg, OmegaConf.load(folder / ".hydra" / "overrides.yaml"))
+        OmegaConf.save(cfg, folder / ".hydra" / "config.yaml")
 
 
 def _write_failure(folder: Path, reason: str) -> None:
@@ -117,41 +136,6 @@ def _write_failure(folder: Path, reason: str) -> None:
     results = folder / "results.json"
     if not results.exists():
         write_json(results, {"status": "failed", "reason": reason})
-
-
-def _run_under_agent(folder: Path, train: Train, num_ranks: int) -> None:
-    with tempfile.TemporaryDirectory() as logs, contained():
-        config = LaunchConfig(
-            min_nodes=1,
-            max_nodes=1,
-            nproc_per_node=num_ranks,
-            run_id=uuid.uuid4().hex,
-            rdzv_backend="c10d",
-            rdzv_endpoint="localhost:0",
-            local_addr="localhost",  # not the host's name, which need not resolve
-            max_restarts=0,
-            start_method="forkserver",
-            logs_specs=DefaultLogsSpecs(log_dir=logs),
-            **_but_for_nohup(),
-        )
-        try:
-            elastic_launch(config, rank_process)(str(folder), train)
-        except ChildFailedError as error:
-            rank, failure = error.get_first_failure()
-            has_reported = any(folder.glob(f"ranks/{rank}-*.json"))
-            name = failure.signal_name() if failure.exitcode < 0 else failure.message
-            died = RankFailed(f"rank {rank} ended with status {failure.exitcode} ({name})")
-            raise (has_reported and first_failure(folder)) or died from None
-        finally:
-            for path in folder.glob("ranks/*.pid"):  # of ranks that were killed
-                path.unlink()
-
-
-def _but_for_nohup() -> dict[str, Any]:
-    """The agent would handle SIGHUP even where nohup has it ignored (torch 2.8 and later ask)."""
-    ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-    can_say = "signals_to_handle" in LaunchConfig.__dataclass_fields__
-    return {"signals_to_handle": "SIGTERM,SIGINT,SIGQUIT"} if ignored and can_say else {}
 
 
 def _run_alone(folder: Path, train: Train, num_ranks: int) -> None:
@@ -182,17 +166,3 @@ def _launcher_store() -> dist.Store:
     """Where the ranks of an outside torchrun meet."""
     store, _, _ = next(iter(dist.rendezvous("env://")))
     return store
-
-
-@contextlib.contextmanager
-def contained() -> Iterator[None]:
-    """The agent leaves its signal handlers behind, and logs at length what we say in one line."""
-    signals = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT]
-    before = {number: signal.getsignal(number) for number in signals}
-    logging.disable(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        logging.disable(logging.NOTSET)
-        for number, handler in before.items():
-            signal.signal(number, handler)

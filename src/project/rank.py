@@ -5,6 +5,7 @@ import logging
 import os
 import signal
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -14,9 +15,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from hydra.errors import InstantiationException
 from omegaconf import DictConfig, OmegaConf
+from tqdm import tqdm
 
-from project.devices import num_cores, on_gpu
+from project.devices import on_gpu, threads_a_rank
+from project.errors import UserError
 from project.failure import end_with_parent, pid_file, record_failure
 from project.files import write_json
 
@@ -61,7 +65,7 @@ def run_rank(folder: Path, train: Train, store: dist.Store | None = None) -> Non
                 write_json(folder / "results.json", results)
         except (Exception, SystemExit) as error:
             # First of all, before the other ranks can notice and fail in their turn.
-            record_failure(report, train_log, error)
+            record_failure(report, train_log, error, _mistake_behind(error))
             if not torch.cuda.is_initialized():  # NCCL waits for collectives that will never end
                 _leave_group()
             # Only an exception makes the agent end the job: an early exit with status 0 would not.
@@ -71,8 +75,40 @@ def run_rank(folder: Path, train: Train, store: dist.Store | None = None) -> Non
         _leave_group()
 
 
+def _mistake_behind(error: BaseException) -> str | None:
+    """What to tell a user who can mend it, None if the program is at fault."""
+    from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+    link: BaseException | None = error
+    while link is not None:  # Hydra's instantiate wraps what it raises
+        if isinstance(link, UserError):
+            return str(link)
+        link = link.__cause__
+    first = str(error).partition("\n")[0]
+    if isinstance(error, torch.OutOfMemoryError):
+        return (
+            f"{first}\nTry trainer.precision=bf16-mixed, trainer.accumulate_grad_batches=2 (the "
+            f"same steps in smaller parts), a smaller data.batch_size, or more devices."
+        )
+    if isinstance(error, InstantiationException):
+        key, cause = str(error).rpartition("full_key: ")[2], error.__cause__
+        return f"{key}: {first} {type(cause).__name__}: {cause} (traceback in the run's train.log)"
+    if "InvalidCxxCompiler" in str(error):
+        return "compile=true needs a C++ compiler on CPUs (apt install g++)."
+    return first if isinstance(error, MisconfigurationException) else None
+
+
 class Console(logging.StreamHandler):
-    """Goes quiet when nobody reads any more (`train.py | head`)."""
+    """Keeps clear of the bar, and goes quiet when nobody reads any more (`train.py | head`)."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Leaves out what the bar shows."""
+        return not getattr(record, "on_bar", False)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Writes above the bar."""
+        with tqdm.external_write_mode(self.stream):
+            super().emit(record)
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
         """Training goes on; train.log has it all."""
@@ -94,6 +130,7 @@ def _logging(train_log: Path | None, report: Path) -> Iterator[None]:
                 os.dup2(file.fileno(), stream.fileno())
     import lightning.pytorch  # sets its loggers up when imported: so before they are changed here
 
+    tqdm.set_lock(threading.RLock())  # its own would start a process to track semaphores
     root = logging.getLogger()
     before = root.level, root.handlers
     root.setLevel(logging.INFO)
@@ -135,6 +172,5 @@ def rank_process(folder: str, train: Train) -> None:
     """The entry point of a process that the agent starts from the fork server."""
     end_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # the agent passes it on; shells may ignore it
-    share = max(num_cores() // int(os.environ["LOCAL_WORLD_SIZE"]), 1)
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or share))
+    torch.set_num_threads(threads_a_rank(int(os.environ["LOCAL_WORLD_SIZE"])))
     run_rank(Path(folder), train)

@@ -98,9 +98,9 @@ class Classifier(lightning.LightningModule):
 
     def setup(self, stage: str) -> None:
         """Lets the network initialise itself from training images."""
-        if stage == "fit" and self.initialise and hasattr(self.net, "initialise"):
-            data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
-            self.net.initialise(data.first_images(5000))
+        initialise: Any = getattr(self.net, "initialise", None)
+        if stage == "fit" and self.initialise and initialise:
+            initialise(self.trainer.datamodule.first_images(5000))  # type: ignore[attr-defined]
 
     def forward(self, images: Tensor) -> Tensor:
         """Logits (B, num_classes) of normalised images (B, 3, H, W)."""
@@ -176,11 +176,12 @@ class Classifier(lightning.LightningModule):
         """Begins the evaluation's sums."""
         self._eval_sums = EpochSums(self.num_classes, self.device)
 
-    def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        """Scores a batch, which may hold no images."""
+    def validation_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        """Scores a batch, which may hold no images; returns its logits."""
         images, labels, _ = batch
         logits = self.net(images)
         self._eval_sums.add(F.cross_entropy(logits, labels, reduction="none"), logits, labels)
+        return logits
 
     def on_validation_epoch_end(self) -> None:
         """Publishes val/loss and val/acc."""

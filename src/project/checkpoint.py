@@ -1,0 +1,107 @@
+"""Checkpoints as they come from elsewhere: no code is run, and every misfit told in a line."""
+
+import logging
+import pickle
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
+
+from project.errors import UserError
+
+log = logging.getLogger("project")
+
+
+def read(path: str, key: str) -> dict[str, Any]:
+    """Reads a checkpoint or a plain state dict, to the CPU.
+
+    Args:
+        key: of the config that names the file, for messages.
+
+    Raises:
+        UserError: there is no such file, it is damaged, or it would run code.
+    """
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except FileNotFoundError:
+        raise UserError(f"{key}={path}: there is no such file.") from None
+    except pickle.UnpicklingError as error:
+        if "global" not in str(error).lower():
+            raise UserError(f"{key}={path} is damaged, or not a checkpoint.") from error
+        raise UserError(
+            f"{key}={path} holds more than tensors, numbers and text. Refused, since "
+            f"loading it could run code."
+        ) from error
+    except (OSError, EOFError, RuntimeError, ValueError, KeyError) as error:
+        reason = str(error).partition("\n")[0]
+        raise UserError(f"{key}={path} is damaged, or not a checkpoint ({reason}).") from error
+    if not isinstance(content, dict):
+        raise UserError(f"{key}={path} holds a {type(content).__name__}, not a checkpoint.")
+    return content
+
+
+def read_run(path: str) -> dict[str, Any]:
+    """Reads the checkpoint of a run, `ckpt_path`.
+
+    Raises:
+        UserError: see `read`; or it is somebody else's.
+    """
+    content = read(path, "ckpt_path")
+    if {"state_dict", "config"} - content.keys():
+        raise UserError(f"ckpt_path={path} is of no run of ours. Weights alone: weights={path}.")
+    return content
+
+
+def weights_in(content: dict[str, Any], path: str, key: str) -> dict[str, Tensor]:
+    """The plain state dict of the network in a checkpoint of ours, of DDP's, or in a plain one.
+
+    Raises:
+        UserError: there is none.
+    """
+    state = dict(content.get("state_dict", content))
+    for prefix in "net.", "module.", "_orig_mod.":
+        consume_prefix_in_state_dict_if_present(state, prefix)
+    if not state or not all(isinstance(value, Tensor) for value in state.values()):
+        raise UserError(f"{key}={path} holds no weights (a state dict, or a checkpoint with one).")
+    return state
+
+
+def load_weights(net: nn.Module, path: str, num_classes: int) -> None:
+    """Starts `net` from the weights in a file; a head for other classes starts anew, and is named.
+
+    Raises:
+        UserError: the weights are of another network.
+    """
+    weights, own = weights_in(read(path, "weights"), path, "weights"), net.state_dict()
+    shared = sorted(own.keys() & weights.keys())
+    heads = [name for name in shared if _is_head(own[name], weights[name], num_classes)]
+    weights |= {name: own[name] for name in heads}
+    check_fit(net, weights, f"weights={path}")
+    net.load_state_dict(weights)
+    if heads:
+        log.info("weights=%s is for other classes: %s starts anew", path, ", ".join(heads))
+
+
+def check_run(net: nn.Module, path: str) -> None:
+    """Raises UserError unless the checkpoint of a run, `ckpt_path`, is of this network."""
+    check_fit(net, weights_in(read_run(path), path, "ckpt_path"), f"ckpt_path={path}")
+
+
+def check_fit(net: nn.Module, weights: dict[str, Tensor], source: str) -> None:
+    """Raises UserError unless `weights` have just the names and shapes of `net`."""
+    here, there = ({k: tuple(v.shape) for k, v in s.items()} for s in (net.state_dict(), weights))
+    misfits = [name for name in here | there if here.get(name) != there.get(name)]
+    if misfits:
+        name = misfits[0]
+        raise UserError(
+            f"{source} is of another network: {name} is {there.get(name, 'missing')} there and "
+            f"{here.get(name, 'missing')} here ({len(misfits)} such).\n"
+            f"Choose the model=... that wrote it."
+        )
+
+
+def _is_head(own: Tensor, other: Tensor, num_classes: int) -> bool:
+    """Whether a tensor differs in its first dimension only, which here is that of the classes."""
+    same_inside = own.ndim == other.ndim > 0 and own.shape[1:] == other.shape[1:]
+    return same_inside and len(own) == num_classes != len(other)

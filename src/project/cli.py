@@ -1,0 +1,106 @@
+"""The command line: mistakes in one line with the nearest word that exists, and the last words."""
+
+import contextlib
+import difflib
+import inspect
+import os
+import re
+import shlex
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+from hydra import compose, initialize_config_dir
+from hydra._internal.utils import get_args_parser
+from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import HydraException, MissingConfigException
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from project.errors import UserError
+from project.folder import shown
+from project.schema import nearest
+
+
+@contextlib.contextmanager
+def explained(main: Callable[..., Any]) -> Iterator[None]:
+    """Turns what Hydra says of a command line or a config file into a UserError.
+
+    Args:
+        main: decorated by `hydra.main`, in a file beside `conf/`.
+    """
+    _refuse_unknown_options(sys.argv[1:])
+    asked = os.environ.get("HYDRA_FULL_ERROR")
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # else Hydra prints and exits by itself
+    try:
+        yield
+    except MissingConfigException as error:
+        group, _, name = (error.missing_cfg_file or "").rpartition("/")
+        options = [*(error.options or [])]
+        there = f" {group}: {', '.join(options)}." if options else ""
+        raise UserError(f"There is no {group}={name}.{nearest(name, options)}{there}") from error
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
+        if asked:
+            raise
+        first, *more = str(error).strip().split("\n")
+        wrong = re.search(r"Could not (?:override|delete) '([^'=]+)", first)
+        near = _nearest_key(main, wrong[1]) if wrong else ""
+        raise UserError(f"{first}{near or ' '.join(['', *more[:1]])}") from error
+    finally:
+        os.environ.pop("HYDRA_FULL_ERROR")
+        os.environ |= {"HYDRA_FULL_ERROR": asked} if asked else {}
+
+
+def _refuse_unknown_options(words: list[str]) -> None:
+    parser = get_args_parser()
+    options = [word for word in parser.parse_known_args(words)[1] if word.startswith("-")]
+    if options:
+        near = nearest(options[0], parser._option_string_actions)
+        raise UserError(f"{options[0]} is no option.{near} Values are given as key=value (--help).")
+
+
+def _nearest_key(main: Callable[..., Any], wrong: str) -> str:
+    """`nearest` among the groups and keys that the rest of the command line composes."""
+    folder = Path(inspect.unwrap(main).__code__.co_filename).parent / "conf"
+    rest = [
+        word for word in sys.argv[1:] if re.match(r"[+~]*[\w/.@]+=", word) and wrong not in word
+    ]
+    GlobalHydra.instance().clear()
+    try:
+        with initialize_config_dir(str(folder.resolve()), version_base="1.3"):
+            cfg = compose("train", [word for word in rest if not word.startswith("hydra")])
+    except HydraException:  # a second mistake
+        return ""
+    keys = [*_keys(OmegaConf.to_container(cfg)), *(p.name for p in folder.iterdir() if p.is_dir())]
+    # lr=0.1 means optimizer.lr, and epochs=3 trainer.max_epochs: the last word decides.
+    ends = difflib.get_close_matches(wrong.split(".")[-1], {key.split(".")[-1] for key in keys})
+    return nearest(wrong, [key for key in keys if key.split(".")[-1] in ends[:1]], cutoff=0)
+
+
+def _keys(node: Any, prefix: str = "") -> Iterator[str]:
+    for name, child in node.items() if isinstance(node, dict) else ():
+        yield f"{prefix}{name}"
+        yield from _keys(child, f"{prefix}{name}.")
+
+
+def quoted(key: str, value: str) -> str:
+    """`key=value` as a word for a shell, the value quoted for Hydra where it must be."""
+    if not re.fullmatch(r"[\w./:-]+", value, re.ASCII):
+        value = "'" + value.replace("\\", "\\\\").replace("'", "\\'") + "'"
+    return shlex.quote(f"{key}={value}")
+
+
+def closing_table(results: Mapping[str, Any], folder: Path) -> str:
+    """What a completed run says last: its metrics, its folder, and how to evaluate it again."""
+    lines = [f"complete in {results['seconds']:.1f} s"]
+    for stage in "val", "test":
+        values = [results.get(f"{stage}/{name}") for name in ("loss", "acc")]
+        if None not in values:
+            lines.append("  {:<9}loss {:.4f}   acc {:.4f}".format(stage, *values))
+    lines.append(f"  folder   {shown(folder)}")
+    if "epochs" in results:
+        path = shown(folder / results["checkpoint"])
+        lines.append(f"  evaluate python train.py fit=false {quoted('ckpt_path', path)}")
+    return "\n".join(lines)

@@ -1,0 +1,99 @@
+"""What a person sees, and a logger gets, while a run trains."""
+
+import logging
+import math
+import sys
+import time
+from datetime import timedelta
+from typing import Any
+
+import lightning
+from lightning.pytorch.callbacks import Callback
+from tqdm import tqdm
+
+log = logging.getLogger("project")
+
+SECONDS_BETWEEN = 0.3  # two refreshments of the bar
+
+
+class Progress(Callback):
+    """A bar on a terminal; elsewhere a line every `trainer.log_every_n_steps` optimizer steps.
+
+    At those steps loss, learning rate and images a second also go to the loggers, as step/loss,
+    step/lr and step/images_per_second. The loss is that of the global batch, over all ranks; it is
+    read from the device at those steps only, and the bar shows the latest. Images a second leave
+    validation out, the time left does not.
+    """
+
+    _bar: tqdm | None = None
+
+    def on_train_start(self, trainer: lightning.Trainer, pl_module: Any) -> None:
+        """Counts from here: a continued training is not faster than it is."""
+        data: Any = trainer.datamodule  # type: ignore[attr-defined]
+        self._num_steps, self._batch_size = data.num_steps(), data.batch_size
+        steps_per_epoch = trainer.num_training_batches // trainer.accumulate_grad_batches
+        self._num_epochs = math.ceil(self._num_steps / steps_per_epoch)
+        self._first_step = self._shown_step = trainer.global_step
+        self._started, self._due, self._loss = time.monotonic(), 0.0, math.nan
+        if trainer.is_global_zero and sys.stdout.isatty():
+            self._bar = tqdm(total=self._num_steps, file=sys.stdout, bar_format="{desc} |{bar}|")
+        self.on_train_epoch_start(trainer, pl_module)
+
+    def on_train_epoch_start(self, trainer: lightning.Trainer, pl_module: Any) -> None:
+        """Begins to count images a second."""
+        self._epoch_started, self._epoch_step = time.monotonic(), trainer.global_step
+
+    def on_train_batch_end(
+        self, trainer: lightning.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Looks at step and clock, and mostly returns."""
+        step, every = trainer.global_step, trainer.log_every_n_steps  # type: ignore[attr-defined]
+        if every and step % every == 0 and step != self._shown_step:
+            self._shown_step = step
+            self._log_step(trainer, pl_module)
+        if self._bar is not None and time.monotonic() >= self._due:
+            self._due = time.monotonic() + SECONDS_BETWEEN
+            self._bar.n = step
+            self._bar.set_description_str(self._line(trainer))
+
+    def on_train_end(self, trainer: lightning.Trainer, pl_module: Any) -> None:
+        """Clears the bar away."""
+        if self._bar is not None:
+            self._bar.leave = False
+            self._bar.close()
+            self._bar = None
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Clears the bar away, so that a message stands on a line of its own."""
+        self.on_train_end(trainer, pl_module)
+
+    def _log_step(self, trainer: lightning.Trainer, pl_module: Any) -> None:
+        losses = pl_module.recent_losses()  # over all ranks, which are all here
+        self._loss = losses[-trainer.accumulate_grad_batches :].mean().item()
+        log.info(self._line(trainer), extra={"on_bar": self._bar is not None})
+        values = {
+            "loss": self._loss,
+            "lr": _rate(trainer),
+            "images_per_second": self._speed(trainer),
+        }
+        for logger in trainer.loggers:
+            logger.log_metrics({f"step/{k}": v for k, v in values.items()}, trainer.global_step)
+
+    def _line(self, trainer: lightning.Trainer) -> str:
+        step = trainer.global_step
+        done = (step - self._first_step) / (time.monotonic() - self._started)
+        left = timedelta(seconds=round((self._num_steps - step) / max(done, 1e-9)))
+        return (
+            f"epoch {trainer.current_epoch + 1}/{self._num_epochs}  step {step}/{self._num_steps}  "
+            f"loss {self._loss:.4f}  lr {_rate(trainer):.4g}  "
+            f"{self._speed(trainer):,.0f} images/s  {left} left"
+        )
+
+    def _speed(self, trainer: lightning.Trainer) -> float:
+        num_images = (trainer.global_step - self._epoch_step) * self._batch_size
+        return num_images / (time.monotonic() - self._epoch_started)
+
+
+def _rate(trainer: lightning.Trainer) -> float:
+    """The learning rate of the next step: the schedule has moved on already."""
+    return trainer.optimizers[0].param_groups[0]["lr"]
