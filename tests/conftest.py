@@ -9,9 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
 from PIL import Image
 from torchvision.datasets import ImageFolder
+from train import train
 
+from project.launch import run
 from project.sources import shapes
 
 REPOSITORY = Path(__file__).parents[1]
@@ -27,6 +31,7 @@ TINY = [
     "~model.widths",
     "+model.width=4",
     "trainer.max_steps=12",
+    "optimizer.lr=0.1",
 ]
 
 Run = subprocess.CompletedProcess[str]
@@ -74,6 +79,28 @@ def command(start: Callable[..., Any]) -> Callable[..., Run]:
         return subprocess.CompletedProcess(process.args, process.returncode, output, errors)
 
     return run
+
+
+@pytest.fixture
+def job(tmp_path: Path, working_folder: Path, monkeypatch: Any) -> Callable[..., Path]:
+    """Runs a job of train.py on one rank in this process; returns its folder.
+
+    What train.py would print as a mistake is raised as UserError.
+    """
+    monkeypatch.chdir(working_folder)
+
+    def run_here(*overrides: str, name: str = "run", config_dir: Path | None = None) -> Path:
+        folder = tmp_path / name / ".hydra"
+        folder.mkdir(parents=True)
+        path = [f"hydra.searchpath=[file://{config_dir}]"] if config_dir else []
+        with initialize_config_dir(str(REPOSITORY / "conf"), version_base="1.3"):
+            cfg = compose("train", [*overrides, "trainer.devices=1", "launch.inplace=true", *path])
+        OmegaConf.save(cfg, folder / "config.yaml")
+        OmegaConf.save(list(overrides), folder / "overrides.yaml")
+        run(folder.parent, train)
+        return folder.parent
+
+    return run_here
 
 
 @pytest.fixture(scope="session")

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import warnings
 
 from lightning.pytorch.callbacks import Callback
 
@@ -24,3 +25,32 @@ class Fault(Callback):
 
     def vanish(self) -> None:
         os._exit(0)
+
+
+class BadLoss(Callback):
+    """Makes the loss of one step NaN."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx) -> None:
+        if trainer.global_step + 1 == self.step:
+            batch[0].fill_(float("nan"))
+
+
+class BadWeight(BadLoss):
+    """Makes a weight infinite after one step."""
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
+        if trainer.global_step == self.step:
+            next(pl_module.parameters()).data.view(-1)[0] = float("inf")
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx) -> None:
+        pass
+
+
+class Warns(Callback):
+    """Warns at every step."""
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
+        warnings.warn("this matters", stacklevel=1)

@@ -271,7 +271,7 @@ def test_the_agents_signal_handlers_and_silence_end_with_it():
 def test_help_under_torchrun_ends_on_all_ranks(command):
     done = command("torchrun", "--nproc-per-node=2", "train.py", "--help")
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("train is powered by Hydra") == 1
+    assert done.stdout.count("Choices (GROUP=NAME)") == 1
 
 
 def test_a_sweep_under_torchrun_is_refused(monkeypatch):
@@ -284,7 +284,10 @@ def test_a_sweep_under_torchrun_is_refused(monkeypatch):
 def in_place(folder: Path, train, **trainer) -> dict:
     """A run in this process, of a program of the test's own."""
     (folder / ".hydra").mkdir(exist_ok=True)
-    config = {"launch": {"inplace": trainer.pop("inplace", True), "timeout": 60}}
+    names = ["fit", "test", "compile", "ckpt_path", "weights", "trusted", "label_smoothing"]
+    values = [True, False, False, None, None, [], 0]
+    config = {"seed": 0} | dict(zip(names, values, strict=True))
+    config["launch"] = {"inplace": trainer.pop("inplace", True), "timeout": 60}
     config["trainer"] = {"accelerator": "cpu", "devices": 1, "num_nodes": 1, **trainer}
     OmegaConf.save(OmegaConf.create(config), folder / ".hydra" / "config.yaml")
     return run(folder, train)
@@ -366,8 +369,6 @@ def test_in_place_leaves_environment_and_logging_as_they_were(tmp_path):
     [
         ("data.batch_size=41", "train.py: data.batch_size=41 is the global batch"),
         ("trainer.devices=-1", "train.py: trainer.devices=-1: on this CPU choose"),
-        ("trainer.max_stepz=1", "Could not override 'trainer.max_stepz'."),
-        ("experiment=quickstrt", "In 'train': Could not find 'experiment/quickstrt'"),
     ],
 )
 def test_a_mistake_ends_in_a_line_without_a_traceback(command, tmp_path, override, message):

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from project.errors import UserError
-from project.optim import warmup_then_decay
+from project.model import CNN
+from project.optim import decay_weights_only, warmup_then_decay
 
 
 def rates(num_steps: int, warmup: float, decay: str | None) -> list[float]:
@@ -50,3 +51,22 @@ def test_bad_values_are_refused():
         rates(10, 0.1, "exponential")
     with pytest.raises(UserError, match="fraction"):
         rates(10, 5, "linear")
+
+
+def test_biases_and_norms_are_not_decayed():
+    net = CNN(10)
+    optimizer = torch.optim.SGD(net.parameters(), lr=1.0, weight_decay=0.5)
+    decay_weights_only(optimizer)
+    before = {name: value.clone() for name, value in net.named_parameters()}
+    for parameter in net.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    for name, parameter in net.named_parameters():
+        factor = 0.5 if parameter.ndim > 1 else 1
+        assert torch.equal(parameter, before[name] * factor), name
+
+
+def test_an_optimizer_without_decay_keeps_its_one_group():
+    optimizer = torch.optim.Adam(CNN(10).parameters())
+    decay_weights_only(optimizer)
+    assert len(optimizer.param_groups) == 1

@@ -46,7 +46,10 @@ def test_the_folder_holds_what_the_design_says(folder):
     hydra = {f".hydra/{name}.yaml" for name in ("config", "hydra", "overrides")}
     checkpoints = {f"checkpoints/{name}" for name in ("last.ckpt", "best.ckpt", "model.pt")}
     others = {"metrics.csv", "results.json", "train.log", "ranks/1-0.log"}
-    assert files == hydra | checkpoints | others  # no pid file, no part of a file
+    plots = {f"plots/{name}.png" for name in ("curves", "confusion", "mistakes")}
+    tensorboard = {name for name in files if name.startswith("tensorboard/")}
+    assert files - tensorboard == hydra | checkpoints | others | plots  # no part of a file
+    assert any("events.out.tfevents" in name for name in tensorboard)
 
 
 def test_the_history_and_the_results_agree(folder):

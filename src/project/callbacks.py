@@ -81,7 +81,9 @@ class RunRecord(Checkpoint):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes up the history of the run that wrote a checkpoint."""
-        self.history, self.best = state_dict["history"], state_dict["best"]
+        self.history = state_dict["history"]
+        if self.best_path.exists():  # not so in another folder, which finds a best of its own
+            self.best = state_dict["best"]
 
     def on_validation_end(self, trainer: lightning.Trainer, pl_module: Any) -> None:
         """Notes an improvement, and saves it at once if validation ran inside an epoch."""
@@ -92,7 +94,8 @@ class RunRecord(Checkpoint):
             return
         self.best, self._improved = values, True
         if not trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:
-            self._save_as(self.best_path, trainer)
+            pl_module.check_finite()
+            trainer.save_checkpoint(self.best_path)
             self._improved = False
 
     def on_train_epoch_end(self, trainer: lightning.Trainer, pl_module: Any) -> None:
@@ -102,7 +105,7 @@ class RunRecord(Checkpoint):
         row |= {name: pl_module.metrics.pop(name) for name in names}
         self.history.append(row)
         log.info("  ".join(f"{k} {v:.4f}" if "/" in k else f"{k} {v}" for k, v in row.items()))
-        self._save(trainer)
+        self._save(trainer, pl_module)
 
     def on_train_end(self, trainer: lightning.Trainer, pl_module: Any) -> None:
         """Writes `model.pt`; the last epoch's end, which max_steps brings too, has been saved."""
@@ -121,14 +124,9 @@ class RunRecord(Checkpoint):
             "checkpoint": str(self.chosen_path.relative_to(self.folder)),
         }
 
-    def _save_as(self, path: Path, trainer: lightning.Trainer) -> None:
-        module: Any = trainer.lightning_module
-        module.recent_losses()  # nothing is saved after a loss that is not finite
-        module.check_weights()
-        trainer.save_checkpoint(path)
-
-    def _save(self, trainer: lightning.Trainer) -> None:
-        self._save_as(self.last_path, trainer)
+    def _save(self, trainer: lightning.Trainer, pl_module: Any) -> None:
+        pl_module.check_finite()
+        trainer.save_checkpoint(self.last_path)
         if not trainer.is_global_zero:
             return
         if self._improved:

@@ -15,7 +15,7 @@ import yaml
 from hydra import compose, initialize_config_dir
 from hydra._internal.utils import get_args_parser
 from hydra.core.global_hydra import GlobalHydra
-from hydra.errors import HydraException, MissingConfigException
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -45,6 +45,8 @@ def explained(main: Callable[..., Any]) -> Iterator[None]:
         if asked:
             raise
         first, *more = str(error).strip().split("\n")
+        if isinstance(error, OverrideParseException) and error.override not in first:
+            first = f"{error.override}: {first}"
         wrong = re.search(r"Could not (?:override|delete) '([^'=]+)", first)
         near = _nearest_key(main, wrong[1]) if wrong else ""
         raise UserError(f"{first}{near or ' '.join(['', *more[:1]])}") from error
@@ -55,10 +57,13 @@ def explained(main: Callable[..., Any]) -> Iterator[None]:
 
 def _refuse_unknown_options(words: list[str]) -> None:
     parser = get_args_parser()
-    options = [word for word in parser.parse_known_args(words)[1] if word.startswith("-")]
+    unknown = parser.parse_known_args(words)[1]
+    options = [word for word in unknown if word.startswith("-")]
     if options:
         near = nearest(options[0], parser._option_string_actions)
         raise UserError(f"{options[0]} is no option.{near} Values are given as key=value (--help).")
+    if unknown:  # argparse takes one row of them
+        raise UserError(f"{unknown[0]}: give options (--...) before or after all values.")
 
 
 def _nearest_key(main: Callable[..., Any], wrong: str) -> str:
@@ -98,9 +103,9 @@ def closing_table(results: Mapping[str, Any], folder: Path) -> str:
     for stage in "val", "test":
         values = [results.get(f"{stage}/{name}") for name in ("loss", "acc")]
         if None not in values:
-            lines.append("  {:<9}loss {:.4f}   acc {:.4f}".format(stage, *values))
-    lines.append(f"  folder   {shown(folder)}")
+            lines.append("  {0}/loss {1:.4f}  {0}/acc {2:.4f}".format(stage, *values))
+    lines.append(f"  run folder {shown(folder)}")
     if "epochs" in results:
         path = shown(folder / results["checkpoint"])
-        lines.append(f"  evaluate python train.py fit=false {quoted('ckpt_path', path)}")
+        lines.append(f"  evaluate with: python train.py fit=false {quoted('ckpt_path', path)}")
     return "\n".join(lines)

@@ -132,6 +132,8 @@ class ImageDataModule(lightning.LightningDataModule):
             accumulate=trainer.accumulate_grad_batches,
             seed=self.seed,
         )
+        # A continued training makes its first iterator before Lightning sets the epoch.
+        sampler.set_epoch(trainer.current_epoch)
         return self._loader(self.train_images, sampler)
 
     def val_dataloader(self) -> DataLoader | list[DataLoader]:
@@ -153,6 +155,8 @@ class ImageDataModule(lightning.LightningDataModule):
         """
         trainer = self._trainer
         accumulate, limit = trainer.accumulate_grad_batches, trainer.limit_train_batches
+        if accumulate < 1:
+            raise UserError(f"trainer.accumulate_grad_batches={accumulate} must be at least 1.")
         batches = steps_per_epoch(len(self.split[0]), self.batch_size) * accumulate
         limited = min(batches, limit) if isinstance(limit, int) else int(batches * limit)
         if limited % accumulate:

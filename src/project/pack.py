@@ -54,6 +54,8 @@ def pack(source: Source, root: Path, split: str, image_size: int) -> PackedImage
     appear complete or not at all. A changed source function, changed arguments, or an image that
     was added to or removed from a class folder give another pack.
     """
+    if root.exists() and not root.is_dir():
+        raise UserError(f"data.root={root} is a file, not a folder.")
     packs = pack_folder(root)
     folder = packs / f"{_identity(source, root, split, image_size)}-{split}"
     if not folder.exists():

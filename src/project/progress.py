@@ -2,6 +2,7 @@
 
 import logging
 import math
+import shutil
 import sys
 import time
 from datetime import timedelta
@@ -36,7 +37,10 @@ class Progress(Callback):
         self._first_step = self._shown_step = trainer.global_step
         self._started, self._due, self._loss = time.monotonic(), 0.0, math.nan
         if trainer.is_global_zero and sys.stdout.isatty():
-            self._bar = tqdm(total=self._num_steps, file=sys.stdout, bar_format="{desc} |{bar}|")
+            # Rows and columns are given, since some terminals have none (0 × 0) and get no bar.
+            size: dict[str, Any] = {"ncols": 80, "nrows": 20}
+            shape = "{desc} |{bar}|"
+            self._bar = tqdm(total=self._num_steps, file=sys.stdout, bar_format=shape, **size)
         self.on_train_epoch_start(trainer, pl_module)
 
     def on_train_epoch_start(self, trainer: lightning.Trainer, pl_module: Any) -> None:
@@ -54,6 +58,7 @@ class Progress(Callback):
         if self._bar is not None and time.monotonic() >= self._due:
             self._due = time.monotonic() + SECONDS_BETWEEN
             self._bar.n = step
+            self._bar.ncols = shutil.get_terminal_size().columns
             self._bar.set_description_str(self._line(trainer))
 
     def on_train_end(self, trainer: lightning.Trainer, pl_module: Any) -> None:

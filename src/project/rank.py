@@ -29,6 +29,7 @@ UNFOUNDED = (
     "It is recommended to use `self.log",  # asks for sync_dist; our values are reduced already
     "`isinstance.treespec, LeafSpec.` is deprecated",  # Lightning 2.6.6 on torch 2.14
     "Total length of `list` across ranks is zero",  # data.val_fraction=0 asks for no validation
+    "The number of training batches .* is smaller than the logging interval",
     "The '.*_dataloader' does not have many workers",  # batches are slices of a mapped array
 )
 

@@ -38,9 +38,11 @@ def check_knobs(cfg: DictConfig) -> None:
     """
     for key, hint in TOP_LEVEL.items():
         _check_value(key, OmegaConf.select(cfg, key), hint)
+    if not 0 <= cfg.seed < 2**32:
+        raise UserError(f"seed={cfg.seed} must lie in [0, 2**32).")
     for name in OWN.keys() & cfg.trainer.keys():
         raise UserError(f"trainer.{name} is given by train.py. Use {OWN[name]} instead.")
-    strategy = str(cfg.trainer.strategy)
+    strategy = str(cfg.trainer.get("strategy"))
     if any(word in strategy for word in ("spawn", "fork", "notebook")):
         raise UserError(f"trainer.strategy={strategy} starts processes of its own. Use ddp.")
 
@@ -117,4 +119,4 @@ def _fits(value: Any, hint: Any) -> bool:
         return isinstance(value, int) and not isinstance(value, bool)
     if hint is None or hint is types.NoneType:
         return value is None
-    return not isinstance(hint, type) or isinstance(value, hint)
+    return hint is Any or not isinstance(hint, type) or isinstance(value, hint)

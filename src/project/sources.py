@@ -53,7 +53,7 @@ def imagefolder(root: Path, split: str, image_size: int) -> Listing:
     """
     try:
         dataset = ImageFolder(root / split)
-    except (FileNotFoundError, NotADirectoryError) as error:
+    except OSError as error:
         raise UserError(
             f"data.root={root} lacks images: expected {root / split}/<class>/*.jpg ({error})."
         ) from error

@@ -109,7 +109,10 @@ class Classifier(lightning.LightningModule):
     def configure_optimizers(self) -> Any:
         """The optimizer, and its schedule over all steps of the training."""
         trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
-        optimizer = self.make_optimizer(trained)
+        try:
+            optimizer = self.make_optimizer(trained)
+        except (TypeError, ValueError) as error:  # a rate below 0, say
+            raise UserError(f"optimizer: {error}") from error
         decay_weights_only(optimizer)
         num_steps = self.trainer.datamodule.num_steps()  # type: ignore[attr-defined]
         scheduler = self.make_scheduler(optimizer, num_steps=num_steps)
@@ -156,8 +159,9 @@ class Classifier(lightning.LightningModule):
             self._refuse(f"the loss of step {self.trainer.global_step - behind}")
         return losses
 
-    def check_weights(self) -> None:
-        """Raises UserError if a weight is not finite: such a network is not worth saving."""
+    def check_finite(self) -> None:
+        """Comes before each checkpoint: raises UserError if a loss or a weight is not finite."""
+        self.recent_losses()
         sums = torch.stack([parameter.detach().double().sum() for parameter in self.parameters()])
         if not sums.isfinite().all():
             self._refuse(f"a weight after step {self.trainer.global_step}")
