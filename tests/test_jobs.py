@@ -184,8 +184,11 @@ def test_a_continued_training_ends_where_the_whole_one_does(job):
     first = job(*whole, "trainer.max_epochs=1", name="first")
     path = f"ckpt_path={first}/checkpoints/last.ckpt"
     continued, expected = job(*whole, path, name="second"), job(*whole, name="whole")
-    for name, value in weights(expected).items():
-        assert torch.equal(value, weights(continued)[name])
+    last = [
+        torch.load(folder / "checkpoints/last.ckpt", weights_only=True)["state_dict"]
+        for folder in (continued, expected)
+    ]
+    assert all(torch.equal(last[0][name], last[1][name]) for name in last[0])
 
 
 # Pictures
@@ -196,7 +199,7 @@ def test_pictures_are_drawn(job):
     for name in "curves", "confusion", "mistakes":
         with Image.open(folder / f"plots/{name}.png") as image:
             colours = image.convert("RGB").getcolors(1 << 24)
-        assert len(colours) > 50, name
+        assert len(colours or []) > 50, name
 
 
 # Modes

@@ -35,7 +35,7 @@ class Progress(Callback):
         steps_per_epoch = trainer.num_training_batches // trainer.accumulate_grad_batches
         self._num_epochs = math.ceil(self._num_steps / steps_per_epoch)
         self._first_step = self._shown_step = trainer.global_step
-        self._started, self._due, self._loss = time.monotonic(), 0.0, math.nan
+        self._started, self._due, self._loss = time.monotonic(), 0.0, "-"
         if trainer.is_global_zero and sys.stdout.isatty():
             # Rows and columns are given, since some terminals have none (0 × 0) and get no bar.
             size: dict[str, Any] = {"ncols": 80, "nrows": 20}
@@ -74,10 +74,11 @@ class Progress(Callback):
 
     def _log_step(self, trainer: lightning.Trainer, pl_module: Any) -> None:
         losses = pl_module.recent_losses()  # over all ranks, which are all here
-        self._loss = losses[-trainer.accumulate_grad_batches :].mean().item()
+        loss = losses[-trainer.accumulate_grad_batches :].mean().item()
+        self._loss = f"{loss:.4f}"
         log.info(self._line(trainer), extra={"on_bar": self._bar is not None})
         values = {
-            "loss": self._loss,
+            "loss": loss,
             "lr": _rate(trainer),
             "images_per_second": self._speed(trainer),
         }
@@ -90,7 +91,7 @@ class Progress(Callback):
         left = timedelta(seconds=round((self._num_steps - step) / max(done, 1e-9)))
         return (
             f"epoch {trainer.current_epoch + 1}/{self._num_epochs}  step {step}/{self._num_steps}  "
-            f"loss {self._loss:.4f}  lr {_rate(trainer):.4g}  "
+            f"loss {self._loss}  lr {_rate(trainer):.4g}  "
             f"{self._speed(trainer):,.0f} images/s  {left} left"
         )
 
