@@ -1,18 +1,21 @@
 """Fixtures: real processes, real images, small datasets."""
 
+import hashlib
 import os
+import pickle
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 from PIL import Image
-from torchvision.datasets import ImageFolder
+from torchvision.datasets import CIFAR10, ImageFolder
 from train import train
 
 from project.launch import run
@@ -138,3 +141,28 @@ def thousand_images(real_images: Path) -> torch.Tensor:
     from torchvision.transforms.functional import pil_to_tensor
 
     return torch.stack([pil_to_tensor(image) for image, _ in ImageFolder(real_images / "train")])
+
+
+@pytest.fixture
+def cifar10_folder(tmp_path: Path, monkeypatch: Any) -> Path:
+    """100 + 20 images in CIFAR-10's files; torchvision's checksums are set to theirs."""
+    folder = tmp_path / CIFAR10.base_folder
+    folder.mkdir()
+    rng = np.random.default_rng(0)
+
+    def write(name: str, content: dict) -> str:
+        (folder / name).write_bytes(pickle.dumps(content))
+        return hashlib.md5((folder / name).read_bytes()).hexdigest()
+
+    def batch(name: str) -> list[str]:
+        pixels = rng.integers(0, 256, (20, 3072), dtype=np.uint8)
+        labels = [i % 10 for i in range(20)]
+        return [name, write(name, {"data": pixels, "labels": labels})]
+
+    train = [batch(name) for name, _ in CIFAR10.train_list]
+    meta = {"label_names": [f"class {i}" for i in range(10)]}
+    monkeypatch.setattr(CIFAR10, "train_list", train)
+    monkeypatch.setattr(CIFAR10, "test_list", [batch("test_batch")])
+    md5 = write("batches.meta", meta)
+    monkeypatch.setattr(CIFAR10, "meta", {**CIFAR10.meta, "md5": md5})
+    return tmp_path

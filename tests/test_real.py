@@ -10,9 +10,9 @@ from conftest import REAL_IMAGES
 @pytest.mark.slow
 def test_one_epoch_on_two_ranks_learns(command, real_images, tmp_path):
     options = [f"data.root={REAL_IMAGES}", "trainer.devices=2", "trainer.max_epochs=1"]
-    folder = f"hydra.run.dir={tmp_path}/run"
-    done = command("python", "train.py", "data=imagefolder", *options, folder, timeout=500)
+    options += ["experiment=tutorial", "data.batch_size=128", f"hydra.run.dir={tmp_path}/run"]
+    done = command("python", "train.py", "data=imagefolder", *options, timeout=500)
     assert done.returncode == 0, done.stderr
     results = json.loads((tmp_path / "run/results.json").read_text())
-    assert (results["steps"], results["test/count"]) == (45_000 // 512, 10_000)
+    assert (results["steps"], results["test/count"]) == (50_000 // 128, 10_000)
     assert 0.45 < results["test/acc"] < 0.6

@@ -1,0 +1,112 @@
+"""Every command of the README is run, shortened, and the rest of it says what is true."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+
+from conftest import REPOSITORY
+from project.errors import UserError
+
+README = (REPOSITORY / "README.md").read_text()
+CODE = [line.strip() for line in README.splitlines() if line.startswith("    ")]
+CODE += re.findall(r"`(python [^`]+|torchrun [^`]+)`", README)
+COMMANDS = sorted({line.split("  ")[0].split(" && ")[-1] for line in CODE})
+TRAININGS = [c for c in COMMANDS if c.startswith("python train.py")]
+# As few images and steps as can be.
+SHORT = [
+    "trainer.max_epochs=1",
+    "trainer.limit_train_batches=1",
+    "trainer.limit_val_batches=1",
+    "trainer.limit_test_batches=1",
+]
+SHORT += ["data.batch_size=8", "data.val_fraction=0.1"]
+# Those that other tests run as they are, or that are about more than a job.
+ELSEWHERE = {
+    "bash .ci/run": "CI",
+    "pytest": "CI",
+    "pytest -m slow": "CI",
+    'pytest tests/test_parity.py -m "slow or not slow"': "CI",
+    "pre-commit install": "CI runs its hooks' tools",
+    "python -m project.env": "test_env.py",
+    "python train.py --help": "test_help_under_torchrun_ends_on_all_ranks",
+    "torchrun --nproc-per-node=4 train.py trainer.devices=4": "test_torchrun_trains_in_one_folder",
+}
+
+
+def test_no_command_is_forgotten():
+    starts = ("python ", "torchrun ", "pip ", "pytest", "bash ", "uv ", "pre-commit ")
+    others = [c for c in COMMANDS if c.startswith(starts) and c not in TRAININGS]
+    assert set(others) <= ELSEWHERE.keys()
+    assert len(TRAININGS) > 15
+
+
+@pytest.fixture
+def trained(job):
+    """A checkpoint of a run, for commands that take a file."""
+    return job("experiment=quickstart", *SHORT, name="trained") / "checkpoints/best.ckpt"
+
+
+def words_of(command: str, request: pytest.FixtureRequest) -> list[str]:
+    """The command's values, with real files in place of FILE and FOLDER, and small data."""
+    words = shlex.split(command)[2:]
+    if any(word.endswith("=FILE") for word in words):
+        checkpoint = request.getfixturevalue("trained")
+        words = [word.replace("FILE", str(checkpoint)) for word in words]
+        words += [] if "fit=false" in words else ["experiment=quickstart"]
+    elif "data=imagefolder" in words:
+        words = [word for word in words if not word.startswith("data.root")]
+        words += [f"data.root={request.getfixturevalue('some_images')}"]
+    elif not any("quickstart" in word for word in words):
+        words += [f"data.root={request.getfixturevalue('cifar10_folder')}"]
+    if "compile=true" in words:  # a minute for the default network
+        words += ["model=cnn_small"]
+    return words
+
+
+@pytest.mark.filterwarnings("ignore")  # the compiler's
+@pytest.mark.parametrize("command", [c for c in TRAININGS if c not in ELSEWHERE])
+def test_the_command_runs(job, request, command):
+    words = [word for word in words_of(command, request) if "trainer.devices" not in word]
+    if "-m" in words:  # the first job of the sweep
+        words = [word.split(",")[0] for word in words if word != "-m"]
+    if "model=mine" in words:
+        pytest.skip("test_five_minutes.py has it whole")
+    if "trainer=gpu" in words and not torch.cuda.is_available():
+        with pytest.raises(UserError, match="torch sees no GPU here"):
+            job(*words)
+    elif "fit=false" in words:
+        job(*words)
+    else:
+        job(*words, *SHORT)
+
+
+def test_the_plain_default_is_the_cifar10_recipe():
+    with initialize_config_dir(str(REPOSITORY / "conf"), version_base="1.3"):
+        assert compose("train") == compose("train", ["experiment=cifar10"])
+
+
+def test_every_choice_of_help_and_readme_exists():
+    for group, name in re.findall(r"\b(experiment|debug|model|optimizer|data)=([a-z]\w+)", README):
+        if name != "mine":
+            assert (REPOSITORY / f"conf/{group}/{name}.yaml").exists(), f"{group}={name}"
+
+
+def test_each_recipe_says_command_accuracy_and_time():
+    for path in sorted((REPOSITORY / "conf/experiment").glob("*.yaml")):
+        head = [line for line in path.read_text().splitlines() if line.startswith("# ")]
+        assert any("python train.py" in line for line in head), path
+        assert any("measured" in line for line in head), path
+
+
+def test_each_file_has_its_line():
+    named = set(re.findall(r"\b\w+\.py\b", README.split("## Where things are")[1]))
+    files = {path.name for path in Path(REPOSITORY, "src/project").glob("*.py")}
+    assert files - {"__init__.py"} <= named
+
+
+def test_it_is_short():
+    assert len(README.splitlines()) < 250
