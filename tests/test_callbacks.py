@@ -36,7 +36,7 @@ class FakeTrainer:
 def train(record: RunRecord, accuracies: list[float | None]) -> None:
     """Goes through the hooks of epochs of 10 steps with these val/acc."""
     trainer: Any = FakeTrainer()
-    module: Any = SimpleNamespace(metrics={}, check_finite=lambda: None)
+    module: Any = SimpleNamespace(metrics={}, losses=SimpleNamespace(check=lambda trainer: None))
     for accuracy in accuracies:
         trainer.current_epoch += 1
         trainer.global_step += 10
@@ -78,7 +78,9 @@ def test_validation_inside_an_epoch_saves_its_best_at_once(tmp_path):
     trainer.global_step = 5
     trainer.fit_loop.epoch_loop.batch_progress.is_last_batch = False
     metrics = {"val/loss": 0.1, "val/acc": 0.9}
-    module: Any = SimpleNamespace(metrics=metrics, check_finite=lambda: None)
+    module: Any = SimpleNamespace(
+        metrics=metrics, losses=SimpleNamespace(check=lambda trainer: None)
+    )
     record.on_validation_end(trainer, module)  # type: ignore[arg-type]
     assert step_of(tmp_path / "checkpoints/best.ckpt") == 5
 

@@ -94,7 +94,7 @@ class RunRecord(Checkpoint):
             return
         self.best, self._improved = values, True
         if not trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:
-            pl_module.check_finite()
+            pl_module.losses.check(trainer)
             trainer.save_checkpoint(self.best_path)
             self._improved = False
 
@@ -125,7 +125,7 @@ class RunRecord(Checkpoint):
         }
 
     def _save(self, trainer: lightning.Trainer, pl_module: Any) -> None:
-        pl_module.check_finite()
+        pl_module.losses.check(trainer)
         trainer.save_checkpoint(self.last_path)
         if not trainer.is_global_zero:
             return

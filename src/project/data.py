@@ -1,5 +1,6 @@
 """Which images are trained on, validated on, and dealt to which rank in which batch."""
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -58,6 +59,39 @@ def steps_per_epoch(num_images: int, batch_size: int) -> int:
     if not 1 <= batch_size <= num_images:
         raise UserError(f"data.batch_size={batch_size} of {num_images} training images is no step.")
     return num_images // batch_size
+
+
+def num_steps(
+    steps_an_epoch: int,
+    accumulate: int,
+    limit_batches: float | int | None,
+    max_epochs: int | None,
+    max_steps: int,
+) -> int:
+    """Optimizer steps of a whole training, from the limits of Lightning's Trainer.
+
+    Args:
+        limit_batches: batches of a rank and epoch: a number, a fraction, or None.
+        max_epochs, max_steps: -1 (or None) for no limit.
+
+    Raises:
+        UserError: training has no end or no step, or an epoch's limit cuts a step in two.
+    """
+    batches = steps_an_epoch * accumulate
+    limit = 1.0 if limit_batches is None else limit_batches
+    limited = min(batches, limit) if isinstance(limit, int) else int(batches * limit)
+    if limited % accumulate:
+        raise UserError(
+            f"trainer.limit_train_batches={limit} leaves {limited} batches an epoch, not whole "
+            f"optimizer steps of trainer.accumulate_grad_batches={accumulate}."
+        )
+    epochs = math.inf if max_epochs is None or max_epochs < 0 else max_epochs
+    steps = limited // accumulate * epochs
+    steps = min(steps, max_steps) if max_steps >= 0 else steps
+    if steps in (0, math.inf):
+        wrong = "no end" if steps else "no step"
+        raise UserError(f"Set trainer.max_epochs or trainer.max_steps: training has {wrong}.")
+    return int(steps)
 
 
 class TrainBatches(Sampler[Tensor]):

@@ -1,7 +1,6 @@
 """The data of a run as a LightningDataModule."""
 
 import functools
-import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,7 +10,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Sampler
 
 from project.augment import Augment, normalise
-from project.data import EvalBatches, TrainBatches, steps_per_epoch, stratified_split
+from project.data import EvalBatches, TrainBatches, num_steps, steps_per_epoch, stratified_split
 from project.errors import UserError
 from project.failure import end_with_parent
 from project.pack import PackedImages, Source, pack
@@ -146,32 +145,23 @@ class ImageDataModule(lightning.LightningDataModule):
         return self._eval_loader(self.test_images, torch.arange(len(self.test_images)))
 
     def num_steps(self) -> int:
-        """Optimizer steps of the whole training, from arithmetic on the Trainer's limits.
+        """Optimizer steps of the whole training, from arithmetic.
 
         Not from `trainer.estimated_stepping_batches`, which would build the loaders.
 
         Raises:
-            UserError: training has no end or no step, or an epoch's limit cuts a step in two.
+            UserError: see `project.data.num_steps`.
         """
         trainer = self._trainer
-        accumulate, limit = trainer.accumulate_grad_batches, trainer.limit_train_batches
-        if accumulate < 1:
-            raise UserError(f"trainer.accumulate_grad_batches={accumulate} must be at least 1.")
-        batches = steps_per_epoch(len(self.split[0]), self.batch_size) * accumulate
-        limited = min(batches, limit) if isinstance(limit, int) else int(batches * limit)
-        if limited % accumulate:
-            raise UserError(
-                f"trainer.limit_train_batches={limit} leaves {limited} batches an epoch, not whole "
-                f"optimizer steps of trainer.accumulate_grad_batches={accumulate}."
-            )
-        max_epochs = trainer.max_epochs if trainer.max_epochs is not None else -1
-        epochs = math.inf if max_epochs < 0 else max_epochs
-        steps = limited // accumulate * epochs
-        steps = min(steps, trainer.max_steps) if trainer.max_steps >= 0 else steps
-        if steps in (0, math.inf):
-            wrong = "no end" if steps else "no step"
-            raise UserError(f"Set trainer.max_epochs or trainer.max_steps: training has {wrong}.")
-        return int(steps)
+        if trainer.accumulate_grad_batches < 1:
+            raise UserError("trainer.accumulate_grad_batches must be at least 1.")
+        return num_steps(
+            steps_per_epoch(len(self.split[0]), self.batch_size),
+            trainer.accumulate_grad_batches,
+            trainer.limit_train_batches,
+            trainer.max_epochs,
+            trainer.max_steps,
+        )
 
     def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
         """Normalises a batch on its device, and in training augments it."""

@@ -73,7 +73,7 @@ class Progress(Callback):
         self.on_train_end(trainer, pl_module)
 
     def _log_step(self, trainer: lightning.Trainer, pl_module: Any) -> None:
-        losses = pl_module.recent_losses()  # over all ranks, which are all here
+        losses = pl_module.losses.take(trainer)  # over all ranks, which are all here
         loss = losses[-trainer.accumulate_grad_batches :].mean().item()
         self._loss = f"{loss:.4f}"
         log.info(self._line(trainer), extra={"on_bar": self._bar is not None})

@@ -9,6 +9,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 from hydra.utils import get_object
 from omegaconf import DictConfig, OmegaConf
+from torch import Tensor
 
 from project.errors import UserError
 
@@ -80,11 +81,7 @@ def _check_arguments(key: str, node: Mapping[str, Any]) -> None:
     try:
         parameters = inspect.signature(target).parameters
         hints = typing.get_type_hints(target.__init__ if isinstance(target, type) else target)
-    except (
-        TypeError,
-        ValueError,
-        NameError,
-    ):  # a builtin, or a type that is imported for typing only
+    except (TypeError, ValueError, NameError):  # a builtin, or a type known to type checkers only
         return
     takes_all = any(p.kind == p.VAR_KEYWORD for p in parameters.values())
     for name, value in node.items():
@@ -103,7 +100,7 @@ def _check_value(key: str, value: Any, hint: Any) -> None:
 
 
 def _fits(value: Any, hint: Any) -> bool:
-    """Whether a value from YAML can be meant for an argument of type `hint`."""
+    """Whether a value from YAML can be meant for an argument of type `hint`; if in doubt, yes."""
     origin, arguments = get_origin(hint), get_args(hint)
     if isinstance(value, Mapping):  # a node of its own
         return True
@@ -111,7 +108,7 @@ def _fits(value: Any, hint: Any) -> bool:
         return any(_fits(value, argument) for argument in arguments)
     if origin is Literal:
         return value in arguments
-    if isinstance(value, list) and origin in (list, tuple, Sequence):
+    if isinstance(value, list) and origin in (list, tuple, Sequence, Iterable):
         return all(any(_fits(item, argument) for argument in arguments) for item in value)
     if hint is float:
         return isinstance(value, int | float) and not isinstance(value, bool)
@@ -119,4 +116,6 @@ def _fits(value: Any, hint: Any) -> bool:
         return isinstance(value, int) and not isinstance(value, bool)
     if hint is None or hint is types.NoneType:
         return value is None
-    return hint is Any or not isinstance(hint, type) or isinstance(value, hint)
+    if hint in (str, bool):
+        return isinstance(value, hint)
+    return hint is not Tensor  # YAML holds none; any other type may be made from a string, say

@@ -1,7 +1,7 @@
 """What is learned: the LightningModule with loss, exact epoch metrics and optimizer."""
 
 from collections.abc import Callable, Iterable
-from typing import Any, NoReturn
+from typing import Any
 
 import lightning
 import torch
@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from project.augment import seed_from
 from project.datamodule import Batch
 from project.errors import UserError
+from project.losses import RecentLosses
 from project.optim import decay_weights_only
 
 
@@ -72,6 +73,7 @@ class Classifier(lightning.LightningModule):
 
     Attributes:
         metrics: exact values of the latest epochs, equal on all ranks, by name ("val/acc").
+        losses: of the batches that nobody has looked at yet.
         confusion: matrix of the latest evaluation, (num_classes, num_classes) int64.
     """
 
@@ -94,7 +96,7 @@ class Classifier(lightning.LightningModule):
         self.num_classes, self.seed = num_classes, seed
         self.metrics: dict[str, float] = {}
         self.confusion: Tensor | None = None
-        self._losses: list[Tensor] = []
+        self.losses = RecentLosses()
 
     def setup(self, stage: str) -> None:
         """Lets the network initialise itself from training images."""
@@ -134,43 +136,8 @@ class Classifier(lightning.LightningModule):
         logits = self.net(images)
         loss = F.cross_entropy(logits, labels, label_smoothing=self.label_smoothing)
         self._train_sums.add(loss.expand(len(labels)), logits, labels)
-        self._losses.append(loss.detach())
+        self.losses.add(loss)
         return loss
-
-    def recent_losses(self) -> Tensor:
-        """Losses of the batches since the last call, each the mean over ranks; (n,), on the CPU.
-
-        All ranks must call this alike, between optimizer steps. It waits for the device, so only
-        steps that log or save do.
-
-        Raises:
-            UserError: a loss was not finite; the step is named.
-        """
-        if not self._losses:
-            return torch.empty(0)
-        losses = torch.stack(self._losses)
-        self._losses.clear()
-        if dist.is_initialized():
-            dist.all_reduce(losses)
-            losses /= dist.get_world_size()
-        losses = losses.cpu()
-        if wrong := (~losses.isfinite()).nonzero().flatten().tolist():
-            behind = (len(losses) - 1 - wrong[0]) // self.trainer.accumulate_grad_batches
-            self._refuse(f"the loss of step {self.trainer.global_step - behind}")
-        return losses
-
-    def check_finite(self) -> None:
-        """Comes before each checkpoint: raises UserError if a loss or a weight is not finite."""
-        self.recent_losses()
-        sums = torch.stack([parameter.detach().double().sum() for parameter in self.parameters()])
-        if not sums.isfinite().all():
-            self._refuse(f"a weight after step {self.trainer.global_step}")
-
-    def _refuse(self, what: str) -> NoReturn:
-        raise UserError(
-            f"{what} (epoch {self.current_epoch + 1}) is not a finite number. Lower optimizer.lr, "
-            f"or set trainer.gradient_clip_val=1.\nEarlier checkpoints of the run are as they were."
-        )
 
     def on_train_epoch_end(self) -> None:
         """Publishes train/loss and train/acc."""
