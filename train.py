@@ -49,7 +49,8 @@ def train(cfg: DictConfig, folder: Path) -> dict[str, Any]:
         label_smoothing=cfg.label_smoothing,
         initialise=not (cfg.weights or cfg.ckpt_path),
     )
-    record = RunRecord(folder, config=OmegaConf.to_container(cfg))  # unresolved: holds no secrets
+    config = OmegaConf.to_container(cfg)  # unresolved: holds no secrets
+    record = RunRecord(folder, config)
     trainer = instantiate(
         cfg.trainer,
         callbacks=[*instantiate(cfg.callbacks).values(), Progress(), Pictures(folder), record],
@@ -59,6 +60,8 @@ def train(cfg: DictConfig, folder: Path) -> dict[str, Any]:
         use_distributed_sampler=False,  # Lightning's would deal ours out once more
         _convert_="all",
     )
+    for logger in trainer.loggers:
+        logger.log_hyperparams(config)
     chosen = cfg.ckpt_path
     if cfg.fit:
         trainer.fit(task, datamodule=data, ckpt_path=cfg.ckpt_path)

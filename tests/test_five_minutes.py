@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from omegaconf import OmegaConf
 
 # What a person writes. First the module:
 MODULE = """
@@ -59,3 +60,18 @@ def test_a_network_and_data_of_ones_own_train_on_two_ranks(command, mine):
     results = json.loads((mine / "run/results.json").read_text())
     assert results["test/acc"] == 1
     assert results["test/count"] == 200
+
+
+def test_help_shows_a_yaml_that_was_added(command, mine):
+    done = command("python", "train.py", "--help", "--config-dir", f"{mine}/conf")
+    assert done.returncode == 0, done.stderr
+    assert "model: cnn, cnn_small, mine, resnet18, speednet\n" in done.stdout
+    assert done.stdout.count("\n  python ") >= 10  # commands people need
+
+
+def test_the_config_is_printed_resolved(command, mine):
+    options = ["--cfg", "job", "--resolve", "--config-dir", f"{mine}/conf"]
+    done = command("python", "train.py", "model=mine", "data=mine", *options)
+    assert done.returncode == 0, done.stderr
+    cfg = OmegaConf.create(done.stdout)
+    assert (cfg.model.depth, cfg.data.image_size, cfg.seed) == (2, 8, 0)

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import shlex
 from pathlib import Path
 
 import pytest
@@ -145,13 +146,52 @@ def test_a_stored_config_builds_nothing_that_is_not_trusted(job, trained):
         job("fit=false", f"ckpt_path={trained}/checkpoints/best.ckpt")
 
 
-@pytest.mark.parametrize("target", ["os.system", "project.pack.shutil.rmtree", "torch.nnx.X"])
-def test_nothing_is_smuggled_in_by_a_trusted_name(job, trained, tmp_path, target):
+RUN = "${oc.create:{_target_:os.system,command:'touch ran'}}"  # a resolver that builds anything
+
+
+@pytest.mark.parametrize(
+    ("group", "value", "message"),
+    [
+        ("model", {"_target_": "os.system", "command": "touch ran"}, "wants to build os.system"),
+        ("model", {"_target_": "project.sources.Image.open"}, "build project.sources.Image.open"),
+        ("model", {"_target_": "project.files.write_json"}, "build project.files.write_json"),
+        ("model", {"_target_": "project.model.Gone"}, "Gone, which is not there"),
+        ("model", {"_target_": "project.model.CNN", "widths": RUN}, "holds model.widths"),
+        ("model", {"_target_": "project.model.CNN", "widths": [{"_target_": "os.abort"}]}, "abort"),
+        ("data", {"root": "${oc.env:HOME}"}, "holds data.root"),
+        ("trainer", {"precision": RUN}, "holds trainer.precision"),
+    ],
+)
+def test_no_code_of_a_stored_config_runs(job, trained, tmp_path, group, value, message):
     content = torch.load(trained / "checkpoints/best.ckpt", weights_only=True)
-    content["config"]["model"] = {"_target_": target}
+    content["config"][group] = value
     torch.save(content, tmp_path / "bad.ckpt")
-    with pytest.raises(UserError, match=f"wants to build {target}"):
-        job("fit=false", f"ckpt_path={tmp_path}/bad.ckpt")
+    with pytest.raises(UserError, match=message):
+        job("fit=false", f"ckpt_path={tmp_path}/bad.ckpt", "trusted=[toy]")
+    assert not Path("ran").exists()
+
+
+def test_the_command_to_evaluate_names_what_has_to_be_trusted(command, working_folder, tmp_path):
+    done = command("python", "train.py", *TINY, f"hydra.run.dir={tmp_path}/run")
+    _, command_line = done.stdout.splitlines()[-1].split("python train.py ")
+    fit, path, trust = shlex.split(command_line)
+    assert (fit, trust) == ("fit=false", "trusted=[toy]")
+    best = tmp_path / "run/checkpoints/best.ckpt"
+    assert (working_folder / path.removeprefix("ckpt_path=")).samefile(best)
+
+
+def test_to_go_on_where_nothing_is_left_is_refused(job, trained):
+    with pytest.raises(UserError, match=r"has trained 12 steps already: set trainer\.max_epochs"):
+        job(*TINY, "model.width=6", f"ckpt_path={trained}/checkpoints/last.ckpt")
+
+
+@pytest.mark.parametrize("prefix", ["net.", "module.", "_orig_mod.module.", "module._orig_mod."])
+def test_weights_of_wrapped_networks_are_understood(job, trained, tmp_path, prefix):
+    state = {f"{prefix}{name}": value for name, value in weights(trained).items()}
+    torch.save(state, tmp_path / "wrapped.pt")
+    path = f"weights={tmp_path}/wrapped.pt"
+    evaluated = outcome(job(*TINY, "model.width=6", "fit=false", path))
+    assert evaluated["test/acc"] == outcome(trained)["test/acc"]
 
 
 def test_weights_alone_can_be_evaluated(job, trained):
@@ -176,7 +216,7 @@ def test_a_head_for_other_classes_starts_anew_and_is_named(job, trained, tmp_pat
     more = ["model.width=6", "optimizer.lr=1e-12", f"weights={tmp_path}/seven.pt"]
     folder = job(*SHORT, *more)
     torch.testing.assert_close(weights(folder)["conv.weight"], state["conv.weight"])
-    assert "head.bias, head.weight starts anew" in (folder / "train.log").read_text()
+    assert "starts anew: head.bias, head.weight" in (folder / "train.log").read_text()
 
 
 def test_a_continued_training_ends_where_the_whole_one_does(job):

@@ -12,7 +12,7 @@ import torch
 from torchvision.datasets import CIFAR10
 from train import main
 
-from conftest import REPOSITORY, TINY
+from conftest import REPOSITORY, TINY, TRAIN, environment
 from project import sources
 from project.cli import explained
 from project.errors import UserError
@@ -70,6 +70,7 @@ def test_an_unknown_word_is_refused_with_the_nearest_that_exists(monkeypatch, wo
         ("+trainer.enable_checkpointing=false", "trainer:"),
         ("trainer.strategy=ddp_spawn", "starts processes of its own. Use ddp."),
         ("trainer.strategy=nonsense", "trainer:"),
+        ("+trainer.val_check_interval=1000", "`val_check_interval` (1000) must be less than"),
         ("data.batch_size=40.0", "data.batch_size=40.0 is not of type int"),
         ("data.batch_size=0", "data.batch_size=0"),
         ("data.batch_size=4000", "data.batch_size=4000 of 360 training images is no step"),
@@ -106,7 +107,8 @@ def checkpoint(tmp_path_factory):
     """A well-formed checkpoint of a network that is not ours."""
     path = tmp_path_factory.mktemp("files") / "other.ckpt"
     state = {"net.layer.weight": torch.zeros(3)}
-    torch.save({"state_dict": state, "config": {}, "epoch": 1}, path)
+    config = {"model": {}, "data": {}, "trainer": {}}
+    torch.save({"state_dict": state, "config": config, "epoch": 1}, path)
     return path
 
 
@@ -126,8 +128,10 @@ def bad_files(folder: Path) -> dict[str, str]:
     (folder / "text.ckpt").write_text("no checkpoint\n")
     torch.save({"state_dict": Trap()}, folder / "trap.ckpt")
     torch.save([1, 2], folder / "list.ckpt")
+    torch.save({"state_dict": [1, 2], "config": "hello"}, folder / "odd.ckpt")
     messages = dict.fromkeys(["truncated", "empty", "text"], "is damaged, or not a checkpoint")
     messages |= {"trap": "Refused, since loading it could run code", "list": "holds a list"}
+    messages["odd"] = "holds no weights|is of no run of ours"
     return messages | {"missing": "there is no such file"}
 
 
@@ -168,10 +172,19 @@ def test_missing_or_empty_image_folders_are_named(job, tmp_path, made):
         job("data=imagefolder", f"data.root={tmp_path}/root", "model=cnn")
 
 
-def test_a_file_in_place_of_the_folder_is_named(job, tmp_path):
-    (tmp_path / "root").touch()
-    with pytest.raises(UserError, match=f"data.root={tmp_path}/root"):
-        job("data=imagefolder", f"data.root={tmp_path}/root", "model=cnn")
+@pytest.mark.parametrize("root", ["file", "file/inside"])
+def test_a_file_in_place_of_the_folder_is_named(job, tmp_path, root):
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=f"data.root={tmp_path}/{root}: .* is not a folder"):
+        job("data=imagefolder", f"data.root={tmp_path}/{root}", "model=cnn")
+
+
+@pytest.mark.parametrize("closed", ["1>&-", "0<&- 1>&- 2>&-"])
+def test_closed_streams_do_no_harm(tmp_path, working_folder, closed):
+    words = " ".join([*TINY, "test=false", f"hydra.run.dir={tmp_path}/run"])
+    line = f"{sys.executable} {TRAIN} {words} {closed}"
+    subprocess.run(["bash", "-c", line], cwd=working_folder, env=environment(), check=True)
+    assert json.loads((tmp_path / "run/results.json").read_text())["status"] == "complete"
 
 
 def test_a_folder_that_may_not_be_read_is_named(tmp_path, monkeypatch):

@@ -62,13 +62,18 @@ def words_of(command: str, request: pytest.FixtureRequest) -> list[str]:
         words += [f"data.root={request.getfixturevalue('some_images')}"]
     elif not any("quickstart" in word for word in words):
         words += [f"data.root={request.getfixturevalue('cifar10_folder')}"]
-    if "compile=true" in words:  # a minute for the default network
-        words += ["model=cnn_small"]
     return words
 
 
 @pytest.mark.filterwarnings("ignore")  # the compiler's
-@pytest.mark.parametrize("command", [c for c in TRAININGS if c not in ELSEWHERE])
+@pytest.mark.parametrize(
+    "command",
+    [
+        pytest.param(c, marks=[pytest.mark.slow] if "compile=true" in c else [])
+        for c in TRAININGS
+        if c not in ELSEWHERE
+    ],
+)
 def test_the_command_runs(job, request, command):
     words = [word for word in words_of(command, request) if "trainer.devices" not in word]
     if "-m" in words:  # the first job of the sweep

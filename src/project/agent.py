@@ -44,7 +44,9 @@ def run_ranks(folder: Path, train: Train, num_ranks: int) -> None:
         except ChildFailedError as error:
             rank, failure = error.get_first_failure()
             has_reported = any(folder.glob(f"ranks/{rank}-*.json"))
-            name = failure.signal_name() if failure.exitcode < 0 else failure.message
+            message: Any = failure.message  # text, or a report of torch's
+            message = message.get("message") if isinstance(message, dict) else message
+            name = failure.signal_name() if failure.exitcode < 0 else message
             died = RankFailed(f"rank {rank} ended with status {failure.exitcode} ({name})")
             raise (has_reported and first_failure(folder)) or died from None
         finally:

@@ -14,6 +14,7 @@ from lightning.fabric.plugins.io import CheckpointIO
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.trainer.states import TrainerFn
 
+from project.errors import UserError
 from project.files import write_atomically
 
 log = logging.getLogger("project")
@@ -78,6 +79,22 @@ class RunRecord(Checkpoint):
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Adds the config, so that a checkpoint alone can be evaluated."""
         checkpoint["config"] = self.config
+
+    def on_load_checkpoint(
+        self, trainer: lightning.Trainer, pl_module: Any, checkpoint: dict[str, Any]
+    ) -> None:
+        """Refuses to go on where nothing is left to do.
+
+        Raises:
+            UserError: the limits of the training are those that the checkpoint has reached.
+        """
+        data: Any = trainer.datamodule  # type: ignore[attr-defined]
+        done = checkpoint["global_step"]
+        if trainer.state.fn == TrainerFn.FITTING and done >= data.num_steps():
+            raise UserError(
+                f"ckpt_path has trained {done} steps already: set trainer.max_epochs or "
+                f"trainer.max_steps to go on, or fit=false to evaluate."
+            )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes up the history of the run that wrote a checkpoint."""

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 
 from project.errors import UserError
 
@@ -33,7 +32,7 @@ def read(path: str, key: str) -> dict[str, Any]:
             f"{key}={path} holds more than tensors, numbers and text. Refused, since "
             f"loading it could run code."
         ) from error
-    except (OSError, EOFError, RuntimeError, ValueError, KeyError) as error:
+    except Exception as error:  # what torch raises for damaged bytes is of many types
         reason = str(error).partition("\n")[0]
         raise UserError(f"{key}={path} is damaged, or not a checkpoint ({reason}).") from error
     if not isinstance(content, dict):
@@ -48,7 +47,8 @@ def read_run(path: str) -> dict[str, Any]:
         UserError: see `read`; or it is somebody else's.
     """
     content = read(path, "ckpt_path")
-    if {"state_dict", "config"} - content.keys():
+    config = content.get("config")
+    if not isinstance(config, dict) or {"model", "data", "trainer"} - config.keys():
         raise UserError(f"ckpt_path={path} is of no run of ours. Weights alone: weights={path}.")
     return content
 
@@ -59,12 +59,18 @@ def weights_in(content: dict[str, Any], path: str, key: str) -> dict[str, Tensor
     Raises:
         UserError: there is none.
     """
-    state = dict(content.get("state_dict", content))
-    for prefix in "net.", "module.", "_orig_mod.":
-        consume_prefix_in_state_dict_if_present(state, prefix)
-    if not state or not all(isinstance(value, Tensor) for value in state.values()):
+    state = content.get("state_dict", content)
+    if not isinstance(state, dict) or not state or not all(map(_is_weight, state.items())):
         raise UserError(f"{key}={path} holds no weights (a state dict, or a checkpoint with one).")
+    prefixes = "net.", "module.", "_orig_mod."  # of ours, of DDP's and of torch.compile's wrapper
+    while prefix := next((p for p in prefixes if all(name.startswith(p) for name in state)), None):
+        state = {name.removeprefix(prefix): value for name, value in state.items()}
     return state
+
+
+def _is_weight(item: tuple[Any, Any]) -> bool:
+    name, value = item
+    return isinstance(name, str) and isinstance(value, Tensor)
 
 
 def load_weights(net: nn.Module, path: str, num_classes: int) -> None:
@@ -78,9 +84,12 @@ def load_weights(net: nn.Module, path: str, num_classes: int) -> None:
     heads = [name for name in shared if _is_head(own[name], weights[name], num_classes)]
     weights |= {name: own[name] for name in heads}
     check_fit(net, weights, f"weights={path}")
-    net.load_state_dict(weights)
+    try:
+        net.load_state_dict(weights)
+    except RuntimeError as error:  # sparse tensors, or such without data
+        raise UserError(f"weights={path}: {' '.join(str(error).split())}") from error
     if heads:
-        log.info("weights=%s is for other classes: %s starts anew", path, ", ".join(heads))
+        log.info("weights=%s is for other classes; starts anew: %s", path, ", ".join(heads))
 
 
 def check_run(net: nn.Module, path: str) -> None:

@@ -16,12 +16,13 @@ from hydra import compose, initialize_config_dir
 from hydra._internal.utils import get_args_parser
 from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from project.errors import UserError
 from project.folder import shown
 from project.schema import nearest
+from project.stored import untrusted
 
 
 @contextlib.contextmanager
@@ -45,6 +46,8 @@ def explained(main: Callable[..., Any]) -> Iterator[None]:
         if asked:
             raise
         first, *more = str(error).strip().split("\n")
+        if isinstance(error, yaml.YAMLError):
+            first, more = " ".join(str(error).split()), []
         if isinstance(error, OverrideParseException) and error.override not in first:
             first = f"{error.override}: {first}"
         wrong = re.search(r"Could not (?:override|delete) '([^'=]+)", first)
@@ -97,15 +100,20 @@ def quoted(key: str, value: str) -> str:
     return shlex.quote(f"{key}={value}")
 
 
-def closing_table(results: Mapping[str, Any], folder: Path) -> str:
+def closing_table(results: Mapping[str, Any], folder: Path, cfg: DictConfig) -> str:
     """What a completed run says last: its metrics, its folder, and how to evaluate it again."""
     lines = [f"complete in {results['seconds']:.1f} s"]
     for stage in "val", "test":
         values = [results.get(f"{stage}/{name}") for name in ("loss", "acc")]
         if None not in values:
             lines.append("  {0}/loss {1:.4f}  {0}/acc {2:.4f}".format(stage, *values))
+    if "test/count" in results:
+        lines[-1] += f"  test/count {results['test/count']}"
     lines.append(f"  run folder {shown(folder)}")
     if "epochs" in results:
         path = shown(folder / results["checkpoint"])
-        lines.append(f"  evaluate with: python train.py fit=false {quoted('ckpt_path', path)}")
+        command = f"python train.py fit=false {quoted('ckpt_path', path)}"
+        packages = untrusted(cfg)
+        trust = f" 'trusted=[{','.join(packages)}]'" if packages else ""
+        lines.append(f"  evaluate with: {command}{trust}")
     return "\n".join(lines)

@@ -3,6 +3,7 @@
 import functools
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import lightning
 import torch
@@ -132,7 +133,8 @@ class ImageDataModule(lightning.LightningDataModule):
             seed=self.seed,
         )
         # A continued training makes its first iterator before Lightning sets the epoch.
-        sampler.set_epoch(trainer.current_epoch)
+        progress: Any = trainer.fit_loop.epoch_progress.current
+        sampler.set_epoch(progress.processed)
         return self._loader(self.train_images, sampler)
 
     def val_dataloader(self) -> DataLoader | list[DataLoader]:

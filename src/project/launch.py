@@ -37,6 +37,7 @@ def start(main: Callable[..., Any], train: Train) -> None:
 
     Under torchrun rank 0 alone composes the config; the others wait for the folder of its run.
     """
+    _open_streams()
     try:
         with explained(main):
             _start(main, train)
@@ -44,6 +45,18 @@ def start(main: Callable[..., Any], train: Train) -> None:
         sys.exit(f"train.py: {error}")
     except KeyboardInterrupt:  # while nothing runs yet
         sys.exit(128 + signal.SIGINT)
+
+
+def _open_streams() -> None:
+    """Gives closed standard streams (`>&-`) the null device, not the next file that is opened."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            free = os.open(os.devnull, os.O_RDWR)  # the lowest number, hence `number`
+            os.set_inheritable(free, True)
+    sys.stdout = sys.stdout or os.fdopen(1, "w")
+    sys.stderr = sys.stderr or os.fdopen(2, "w")
 
 
 def _start(main: Callable[..., Any], train: Train) -> None:
@@ -80,7 +93,11 @@ def run_job(train: Train) -> None:
         print(f"train.py: {reason}. Run folder: {shown(folder)}", file=sys.stderr)
         sys.exit(128 + stopped.sigval)
     try:
-        print(closing_table(results, folder), flush=True)
+        cfg: Any = OmegaConf.load(folder / ".hydra" / "config.yaml")
+        table = closing_table(results, folder, cfg)
+        with (folder / "train.log").open("a") as file:
+            file.write(f"{table}\n")
+        print(table, flush=True)
     except BrokenPipeError:  # nobody reads: Python's own flush at the end must not fail either
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 

@@ -18,30 +18,31 @@ class RecentLosses:
 
     def __init__(self) -> None:
         self._losses: list[Tensor] = []
+        self._steps: list[int] = []
 
-    def add(self, loss: Tensor) -> None:
-        """Keeps a batch's loss, a scalar, without waiting."""
+    def add(self, loss: Tensor, step: int) -> None:
+        """Keeps the loss of a batch, a scalar, and its optimizer step, without waiting."""
         self._losses.append(loss.detach())
+        self._steps.append(step)
 
     def take(self, trainer: lightning.Trainer) -> Tensor:
         """The losses since the last call, each the mean over ranks: (n,), on the CPU.
 
-        All ranks must call this alike, between optimizer steps.
+        All ranks must call this alike.
 
         Raises:
             UserError: a loss is not finite; the step is named.
         """
         if not self._losses:
             return torch.empty(0)
-        losses = torch.stack(self._losses)
-        self._losses.clear()
+        losses, steps = torch.stack(self._losses), self._steps
+        self._losses, self._steps = [], []
         if dist.is_initialized():
             dist.all_reduce(losses)
             losses /= dist.get_world_size()
         losses = losses.cpu()
         if wrong := (~losses.isfinite()).nonzero().flatten().tolist():
-            behind = (len(losses) - 1 - wrong[0]) // trainer.accumulate_grad_batches
-            _refuse(f"the loss of step {trainer.global_step - behind}", trainer)
+            _refuse(f"the loss of step {steps[wrong[0]]}", trainer)
         return losses
 
     def check(self, trainer: lightning.Trainer) -> None:

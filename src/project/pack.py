@@ -54,11 +54,13 @@ def pack(source: Source, root: Path, split: str, image_size: int) -> PackedImage
     appear complete or not at all. A changed source function, changed arguments, or an image that
     was added to or removed from a class folder give another pack.
     """
-    if root.exists() and not root.is_dir():
-        raise UserError(f"data.root={root} is a file, not a folder.")
+    name = f"{_identity(source, root, split, image_size)}-{split}"
+    if (root / ".packed" / name).exists():  # perhaps where nothing can be written any more
+        return PackedImages(root / ".packed" / name)
     packs = pack_folder(root)
-    folder = packs / f"{_identity(source, root, split, image_size)}-{split}"
+    folder = packs / name
     if not folder.exists():
+        log.info("reading the %s images of %s, to be packed once", split, root)
         with _locked(packs / f"{folder.name}.lock"):
             if not folder.exists():
                 _write_pack(source, root, split, image_size, folder)
@@ -106,8 +108,11 @@ def _lies_at(path: Path, file: IO[str]) -> bool:
 
 
 def pack_folder(root: Path) -> Path:
-    """`root/.packed`, or a folder of the user's cache where `root` cannot be written."""
-    parent = next(p for p in [root, *root.absolute().parents] if p.exists())
+    """`root/.packed`, or a folder of the user's cache where that cannot be written."""
+    parents = [root / ".packed", root, *root.absolute().parents]
+    parent = next(path for path in parents if os.path.lexists(path))
+    if not parent.is_dir():
+        raise UserError(f"data.root={root}: {parent} is not a folder.")
     if os.access(parent, os.W_OK):
         return root / ".packed"
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
@@ -138,7 +143,6 @@ def _pixels(image: Any, image_size: int, number: int) -> np.ndarray:
 
 
 def _write_pack(source: Source, root: Path, split: str, image_size: int, folder: Path) -> None:
-    log.info("packing the %s images of %s", split, root)
     labels, classes, images = source(root, split, image_size)
     labels = np.asarray(labels, np.int64)
     if len(labels) and not 0 <= labels.min() <= labels.max() < len(classes):

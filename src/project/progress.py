@@ -36,6 +36,8 @@ class Progress(Callback):
         self._num_epochs = math.ceil(self._num_steps / steps_per_epoch)
         self._first_step = self._shown_step = trainer.global_step
         self._started, self._due, self._loss = time.monotonic(), 0.0, "-"
+        if self._first_step:
+            log.info("going on from step %d of %d", self._first_step, self._num_steps)
         if trainer.is_global_zero and sys.stdout.isatty():
             # Rows and columns are given, since some terminals have none (0 × 0) and get no bar.
             size: dict[str, Any] = {"ncols": 80, "nrows": 20}
@@ -62,15 +64,20 @@ class Progress(Callback):
             self._bar.set_description_str(self._line(trainer))
 
     def on_train_end(self, trainer: lightning.Trainer, pl_module: Any) -> None:
-        """Clears the bar away."""
+        """Clears the bar away, and tells of an early stop."""
+        self._clear()
+        if trainer.global_step < self._num_steps:
+            log.info("stopped early, at step %d of %d", trainer.global_step, self._num_steps)
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Clears the bar away, so that a message stands on a line of its own."""
+        self._clear()
+
+    def _clear(self) -> None:
         if self._bar is not None:
             self._bar.leave = False
             self._bar.close()
             self._bar = None
-
-    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Clears the bar away, so that a message stands on a line of its own."""
-        self.on_train_end(trainer, pl_module)
 
     def _log_step(self, trainer: lightning.Trainer, pl_module: Any) -> None:
         losses = pl_module.losses.take(trainer)  # over all ranks, which are all here

@@ -7,6 +7,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -86,6 +87,8 @@ def _mistake_behind(error: BaseException) -> str | None:
             return str(link)
         link = link.__cause__
     first = str(error).partition("\n")[0]
+    if "Expected more than 1 value per channel" in first:
+        return f"{first}\nBatchNorm needs more images a rank: a larger data.batch_size."
     if isinstance(error, torch.OutOfMemoryError):
         return (
             f"{first}\nTry trainer.precision=bf16-mixed, trainer.accumulate_grad_batches=2 (the "
@@ -96,6 +99,10 @@ def _mistake_behind(error: BaseException) -> str | None:
         return f"{key}: {first} {type(cause).__name__}: {cause} (traceback in the run's train.log)"
     if "InvalidCxxCompiler" in str(error):
         return "compile=true needs a C++ compiler on CPUs (apt install g++)."
+    frames = traceback.extract_tb(error.__traceback__)
+    in_lightning = bool(frames) and f"lightning{os.sep}" in frames[-1].filename
+    if in_lightning and isinstance(error, ValueError | TypeError | RuntimeError):
+        return f"{' '.join(first.split())} (traceback in the run's train.log)"
     return first if isinstance(error, MisconfigurationException) else None
 
 

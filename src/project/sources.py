@@ -65,7 +65,8 @@ def decode(path: str, image_size: int) -> Image.Image:
     """Reads one image file as RGB, `image_size` pixels square."""
     try:
         with Image.open(path) as file:
-            if file.mode.startswith(("I", "F")):
+            # Pillow would cut the 16 bits of a coloured PNG to 8 without a word.
+            if file.mode.startswith(("I", "F")) or any(";16" in str(t[3]) for t in file.tile):
                 raise ValueError(f"more than 8 bits a channel, mode {file.mode}")
             image = file.convert("RGB")
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:

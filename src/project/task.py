@@ -136,7 +136,7 @@ class Classifier(lightning.LightningModule):
         logits = self.net(images)
         loss = F.cross_entropy(logits, labels, label_smoothing=self.label_smoothing)
         self._train_sums.add(loss.expand(len(labels)), logits, labels)
-        self.losses.add(loss)
+        self.losses.add(loss, self.trainer.global_step + 1)
         return loss
 
     def on_train_epoch_end(self) -> None:
@@ -171,7 +171,8 @@ class Classifier(lightning.LightningModule):
             self.confusion = matrix
         values = {f"{stage}/loss": loss, f"{stage}/acc": accuracy}
         self.metrics |= values
-        # For other people's callbacks and loggers. Already reduced: no sync_dist, which would
-        # average once more.
-        self.log_dict(values)
+        # For other people's callbacks. Already reduced: no sync_dist, which would average again.
+        self.log_dict(values, logger=False)
+        for logger in self.trainer.loggers:  # not by log_dict, which counts steps from 0
+            logger.log_metrics(values, self.trainer.global_step)
         return count
