@@ -4,7 +4,9 @@ import importlib
 import linecache
 import os
 import pickle
+import struct
 import sys
+import zlib
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -147,9 +149,23 @@ def test_what_a_source_of_ones_own_gets_wrong_is_said(tmp_path, listing, message
     assert not (tmp_path / "data").exists()
 
 
-def test_more_than_8_bits_a_channel_are_refused(tmp_path):
-    pixels = np.arange(32 * 32, dtype=np.uint16).reshape(32, 32) * 60
-    Image.fromarray(pixels).save(draw(tmp_path) / "train" / "ant" / "0.png")
+def png_of_16_bits(channels: int) -> bytes:
+    """A PNG of 32×32, 2 bytes a channel: grey (1) or RGB (3), which Pillow cannot write."""
+
+    def chunk(name: bytes, data: bytes) -> bytes:
+        return (
+            struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+        )
+
+    header = struct.pack(">IIBBBBB", 32, 32, 16, 0 if channels == 1 else 2, 0, 0, 0)
+    rows = (b"\0" + bytes(32 * 2 * channels)) * 32
+    parts = [(b"IHDR", header), (b"IDAT", zlib.compress(rows)), (b"IEND", b"")]
+    return b"\x89PNG\r\n\x1a\n" + b"".join(chunk(*part) for part in parts)
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_more_than_8_bits_a_channel_are_refused(tmp_path, channels):
+    (draw(tmp_path) / "train" / "ant" / "0.png").write_bytes(png_of_16_bits(channels))
     with pytest.raises(UserError, match=r"0\.png .*more than 8 bits"):
         pack(sources.imagefolder, tmp_path, "train", 32)
 
