@@ -84,26 +84,31 @@ def command(start: Callable[..., Any]) -> Callable[..., Run]:
     return run
 
 
-@pytest.fixture
-def job(tmp_path: Path, working_folder: Path, monkeypatch: Any) -> Callable[..., Path]:
+@pytest.fixture(scope="session")
+def run_here(working_folder: Path) -> Callable[..., Path]:
     """Runs a job of train.py on one rank in this process; returns its folder.
 
     What train.py would print as a mistake is raised as UserError.
     """
-    monkeypatch.chdir(working_folder)
 
-    def run_here(*overrides: str, name: str = "run", config_dir: Path | None = None) -> Path:
-        folder = tmp_path / name / ".hydra"
-        folder.mkdir(parents=True)
-        path = [f"hydra.searchpath=[file://{config_dir}]"] if config_dir else []
+    def run_here(folder: Path, *overrides: str) -> Path:
+        (folder / ".hydra").mkdir(parents=True)
         with initialize_config_dir(str(REPOSITORY / "conf"), version_base="1.3"):
-            cfg = compose("train", [*overrides, "trainer.devices=1", "launch.inplace=true", *path])
-        OmegaConf.save(cfg, folder / "config.yaml")
-        OmegaConf.save(list(overrides), folder / "overrides.yaml")
-        run(folder.parent, train)
-        return folder.parent
+            cfg = compose("train", [*overrides, "trainer.devices=1", "launch.inplace=true"])
+        OmegaConf.save(cfg, folder / ".hydra/config.yaml")
+        OmegaConf.save(list(overrides), folder / ".hydra/overrides.yaml")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.chdir(working_folder)
+            run(folder, train)
+        return folder
 
     return run_here
+
+
+@pytest.fixture
+def job(run_here: Callable[..., Path], tmp_path: Path) -> Callable[..., Path]:
+    """The same in a folder of the test's own."""
+    return lambda *overrides, name="run": run_here(tmp_path / name, *overrides)
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,7 @@
 """A newcomer's five minutes: a network of one's own, data of one's own, and a training."""
 
 import json
+import shlex
 
 import pytest
 from omegaconf import OmegaConf
@@ -50,7 +51,7 @@ def mine(tmp_path):
     return tmp_path
 
 
-def test_a_network_and_data_of_ones_own_train_on_two_ranks(command, mine):
+def test_a_network_and_data_of_ones_own_train_on_two_ranks(command, mine, working_folder):
     words = ["model=mine", "data=mine", "data.batch_size=20", "data.augment.crop_padding=0"]
     words += ["optimizer.lr=0.05", "trainer.devices=2", "trainer.max_epochs=3", "trainer=cpu"]
     words += [f"hydra.run.dir={mine}/run", "--config-dir", f"{mine}/conf"]
@@ -60,6 +61,10 @@ def test_a_network_and_data_of_ones_own_train_on_two_ranks(command, mine):
     results = json.loads((mine / "run/results.json").read_text())
     assert results["test/acc"] == 1
     assert results["test/count"] == 200
+    _, line = done.stdout.splitlines()[-1].split("evaluate with: python train.py ")
+    fit, path, trust = shlex.split(line)
+    assert (fit, trust) == ("fit=false", "trusted=[my_package]")
+    assert (working_folder / path.removeprefix("ckpt_path=")).exists()
 
 
 def test_help_shows_a_yaml_that_was_added(command, mine):

@@ -2,7 +2,6 @@
 
 import csv
 import json
-import shlex
 from pathlib import Path
 
 import pytest
@@ -60,6 +59,7 @@ def test_64_true_trains_in_double(job):
     assert {value.dtype for value in weights(folder).values()} == {torch.float64}
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # the compiler's own
 def test_a_compiled_run_has_the_checkpoints_of_a_plain_one(job):
     plain, compiled = job(*SHORT, name="plain"), job(*SHORT, "compile=true", "test=true")
@@ -117,9 +117,9 @@ def test_no_logger_leaves_the_rows_of_epochs(job):
 # Evaluation and fine-tuning
 
 
-@pytest.fixture
-def trained(job):
-    return job(*TINY, "model.width=6", name="trained")
+@pytest.fixture(scope="module")
+def trained(run_here, tmp_path_factory):
+    return run_here(tmp_path_factory.mktemp("trained") / "run", *TINY, "model.width=6")
 
 
 def test_an_evaluation_gives_the_numbers_of_the_run_without_its_config(job, trained):
@@ -171,15 +171,6 @@ def test_no_code_of_a_stored_config_runs(job, trained, tmp_path, group, value, m
     assert not Path("ran").exists()
 
 
-def test_the_command_to_evaluate_names_what_has_to_be_trusted(command, working_folder, tmp_path):
-    done = command("python", "train.py", *TINY, f"hydra.run.dir={tmp_path}/run")
-    _, command_line = done.stdout.splitlines()[-1].split("python train.py ")
-    fit, path, trust = shlex.split(command_line)
-    assert (fit, trust) == ("fit=false", "trusted=[toy]")
-    best = tmp_path / "run/checkpoints/best.ckpt"
-    assert (working_folder / path.removeprefix("ckpt_path=")).samefile(best)
-
-
 def test_to_go_on_where_nothing_is_left_is_refused(job, trained):
     with pytest.raises(UserError, match=r"has trained 12 steps already: set trainer\.max_epochs"):
         job(*TINY, "model.width=6", f"ckpt_path={trained}/checkpoints/last.ckpt")
@@ -220,7 +211,13 @@ def test_a_head_for_other_classes_starts_anew_and_is_named(job, trained, tmp_pat
 
 
 def test_a_continued_training_ends_where_the_whole_one_does(job):
-    whole = [*TINY, "trainer.max_steps=-1", "trainer.max_epochs=2", "scheduler=constant"]
+    whole = [
+        *TINY,
+        "test=false",
+        "trainer.max_steps=-1",
+        "trainer.max_epochs=2",
+        "scheduler=constant",
+    ]
     first = job(*whole, "trainer.max_epochs=1", name="first")
     path = f"ckpt_path={first}/checkpoints/last.ckpt"
     continued, expected = job(*whole, path, name="second"), job(*whole, name="whole")

@@ -179,10 +179,9 @@ def test_a_file_in_place_of_the_folder_is_named(job, tmp_path, root):
         job("data=imagefolder", f"data.root={tmp_path}/{root}", "model=cnn")
 
 
-@pytest.mark.parametrize("closed", ["1>&-", "0<&- 1>&- 2>&-"])
-def test_closed_streams_do_no_harm(tmp_path, working_folder, closed):
+def test_closed_streams_do_no_harm(tmp_path, working_folder):
     words = " ".join([*TINY, "test=false", f"hydra.run.dir={tmp_path}/run"])
-    line = f"{sys.executable} {TRAIN} {words} {closed}"
+    line = f"{sys.executable} {TRAIN} {words} 0<&- 1>&- 2>&-"
     subprocess.run(["bash", "-c", line], cwd=working_folder, env=environment(), check=True)
     assert json.loads((tmp_path / "run/results.json").read_text())["status"] == "complete"
 
@@ -233,11 +232,9 @@ def test_a_fault_of_the_program_is_not_taken_for_the_users():
 # The whole command, on ranks
 
 
-@pytest.mark.parametrize("override", ["data.batch_size=41", "model.width=-1", "trainer.devices=-1"])
-def test_a_command_ends_in_lines_without_a_traceback_and_without_a_process(
-    command, tmp_path, override
-):
-    done = command("python", "train.py", *TINY, override, f"hydra.run.dir={tmp_path}/run")
+def test_a_command_ends_in_lines_without_a_traceback_and_without_a_process(command, tmp_path):
+    words = [*TINY, "model.width=-1", f"hydra.run.dir={tmp_path}/run"]
+    done = command("python", "train.py", *words)
     assert done.returncode == 1
     assert done.stderr.startswith("train.py: ")
     assert 1 <= done.stderr.count("\n") <= 3

@@ -106,15 +106,18 @@ def mistakes(found: Tensor, images: Any) -> Figure:
     """
     columns = max(math.ceil(math.sqrt(len(found))), 3)
     rows = max(math.ceil(len(found) / columns), 1)
-    figure = Figure(figsize=(1.6 * columns, 2 * rows + 0.3), layout="constrained")
+    figure = Figure(figsize=(1.5 * columns, 2 * rows + 0.4))
     figure.suptitle("most confident mistakes" if len(found) else "no mistakes")
-    for axes in (all_axes := figure.subplots(rows, columns, squeeze=False)).flat:
-        axes.set_axis_off()
-    for axes, (confidence, *numbers) in zip(all_axes.flat, found.tolist(), strict=False):
+    axes = figure.add_axes((0, 0, 1, 2 * rows / (2 * rows + 0.4)))  # one for all: 36 take seconds
+    axes.set_axis_off()
+    for place, (confidence, *numbers) in enumerate(found.tolist()):
         row, predicted, label = map(int, numbers)
-        axes.imshow(images.images[row].transpose(1, 2, 0))
+        y, x = divmod(place, columns)
         title = f"{images.classes[label]}\nas {images.classes[predicted]}\n{confidence:.1%}"
-        axes.set_title(title, fontsize=8)
+        axes.text(x + 0.5, y + 0.26, title, ha="center", va="bottom", fontsize=8)
+        corners = (x + 0.04, x + 0.96, y + 0.98, y + 0.29)
+        axes.imshow(images.images[row].transpose(1, 2, 0), extent=corners)
+    axes.set(xlim=(0, columns), ylim=(rows, 0), aspect="auto")
     return figure
 
 
