@@ -36,7 +36,7 @@ def test_data_in_place_are_seen(tmp_path, monkeypatch):
     notes = []
     assert env.data(notes) == {"root": "images", "there": False}
     assert notes == ["no data in images: CIFAR-10 is downloaded by the first run that needs it"]
-    (tmp_path / "images/train").mkdir(parents=True)
+    (tmp_path / "images/train/cat").mkdir(parents=True)
     assert env.data(notes)["there"]
 
 

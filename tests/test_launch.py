@@ -362,17 +362,3 @@ def test_in_place_leaves_environment_and_logging_as_they_were(tmp_path):
     in_place(tmp_path, lambda cfg, folder: {"rank": os.environ["RANK"]})
     after = os.environ.copy(), logging.getLogger().level, list(logging.getLogger().handlers)
     assert before == after
-
-
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("data.batch_size=41", "train.py: data.batch_size=41 is the global batch"),
-        ("trainer.devices=-1", "train.py: trainer.devices=-1: on this CPU choose"),
-    ],
-)
-def test_a_mistake_ends_in_a_line_without_a_traceback(command, tmp_path, override, message):
-    done = command("python", "train.py", *TINY, override, f"hydra.run.dir={tmp_path}/run")
-    assert done.returncode == 1
-    assert done.stderr.startswith(message)
-    assert "Traceback" not in done.stderr

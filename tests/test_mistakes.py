@@ -73,7 +73,10 @@ def test_an_unknown_word_is_refused_with_the_nearest_that_exists(monkeypatch, wo
         ("+trainer.val_check_interval=1000", "`val_check_interval` (1000) must be less than"),
         ("data.batch_size=40.0", "data.batch_size=40.0 is not of type int"),
         ("data.batch_size=0", "data.batch_size=0"),
-        ("data.batch_size=4000", "data.batch_size=4000 of 360 training images is no step"),
+        (
+            "data.batch_size=4000",
+            "data.batch_size=4000: choose 1 to 360, the count of training images",
+        ),
         ("data.val_fraction=null", "data.val_fraction=None is not of type float"),
         ("data.val_fraction=1.5", "data.val_fraction=1.5 must lie in [0, 1)"),
         ("data.num_workers=-1", "num_workers >= 0"),
@@ -186,13 +189,20 @@ def test_closed_streams_do_no_harm(tmp_path, working_folder):
     assert json.loads((tmp_path / "run/results.json").read_text())["status"] == "complete"
 
 
-def test_a_folder_that_may_not_be_read_is_named(tmp_path, monkeypatch):
-    def refuse(*args, **more):
-        raise PermissionError(13, "Permission denied", str(tmp_path))
+@pytest.mark.parametrize("where", ["stat", "scandir"])
+def test_a_folder_that_may_not_be_read_is_named(job, tmp_path, monkeypatch, where):
+    """Tests may run as root, whom no mode keeps out."""
+    real = getattr(os, where)
 
-    monkeypatch.setattr(sources, "ImageFolder", refuse)
-    with pytest.raises(UserError, match="Permission denied"):
-        sources.imagefolder(tmp_path, "train", 32)
+    def refuse(path=".", **more):
+        if str(path).startswith(f"{tmp_path}/secret"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return real(path, **more)
+
+    (tmp_path / "secret/train/cat").mkdir(parents=True)
+    monkeypatch.setattr(os, where, refuse)
+    with pytest.raises(UserError, match=f"data.root={tmp_path}/secret.*Permission denied"):
+        job("data=imagefolder", f"data.root={tmp_path}/secret", "model=cnn")
 
 
 def test_no_network_says_how_to_place_the_files_by_hand(tmp_path, monkeypatch):
@@ -203,7 +213,7 @@ def test_no_network_says_how_to_place_the_files_by_hand(tmp_path, monkeypatch):
         sources.cifar10(tmp_path, "train", 32)
     first, second = str(caught.value).split("\n")
     assert f"CIFAR-10 is not in {tmp_path} and cannot be downloaded" in first
-    assert "cifar-10-batches-py" in second
+    assert "cifar-10-python.tar.gz there by hand" in second
     assert "experiment=quickstart" in second
 
 

@@ -102,6 +102,11 @@ class RunRecord(Checkpoint):
         if self.best_path.exists():  # not so in another folder, which finds a best of its own
             self.best = state_dict["best"]
 
+    def on_validation_start(self, trainer: lightning.Trainer, pl_module: Any) -> None:
+        """Does not let a broken network be validated."""
+        if trainer.state.fn == TrainerFn.FITTING:
+            pl_module.losses.check(trainer)
+
     def on_validation_end(self, trainer: lightning.Trainer, pl_module: Any) -> None:
         """Notes an improvement, and saves it at once if validation ran inside an epoch."""
         if trainer.state.fn != TrainerFn.FITTING or trainer.sanity_checking:
@@ -111,18 +116,18 @@ class RunRecord(Checkpoint):
             return
         self.best, self._improved = values, True
         if not trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:
-            pl_module.losses.check(trainer)
             trainer.save_checkpoint(self.best_path)
             self._improved = False
 
     def on_train_epoch_end(self, trainer: lightning.Trainer, pl_module: Any) -> None:
         """Adds the epoch's row and saves; comes after the module's own hook, as Checkpoints do."""
+        pl_module.losses.check(trainer)
         names = sorted(pl_module.metrics, key=lambda name: not name.startswith("train/"))
         row = {"epoch": trainer.current_epoch + 1, "step": trainer.global_step}
         row |= {name: pl_module.metrics.pop(name) for name in names}
         self.history.append(row)
         log.info("  ".join(f"{k} {v:.4f}" if "/" in k else f"{k} {v}" for k, v in row.items()))
-        self._save(trainer, pl_module)
+        self._save(trainer)
 
     def on_train_end(self, trainer: lightning.Trainer, pl_module: Any) -> None:
         """Writes `model.pt`; the last epoch's end, which max_steps brings too, has been saved."""
@@ -141,8 +146,7 @@ class RunRecord(Checkpoint):
             "checkpoint": str(self.chosen_path.relative_to(self.folder)),
         }
 
-    def _save(self, trainer: lightning.Trainer, pl_module: Any) -> None:
-        pl_module.losses.check(trainer)
+    def _save(self, trainer: lightning.Trainer) -> None:
         trainer.save_checkpoint(self.last_path)
         if not trainer.is_global_zero:
             return

@@ -32,9 +32,10 @@ def read(path: str, key: str) -> dict[str, Any]:
             f"{key}={path} holds more than tensors, numbers and text. Refused, since "
             f"loading it could run code."
         ) from error
+    except (PermissionError, IsADirectoryError) as error:
+        raise UserError(f"{key}={path}: {error.strerror}.") from error
     except Exception as error:  # what torch raises for damaged bytes is of many types
-        reason = str(error).partition("\n")[0]
-        raise UserError(f"{key}={path} is damaged, or not a checkpoint ({reason}).") from error
+        raise UserError(f"{key}={path} is damaged, or not a checkpoint.") from error
     if not isinstance(content, dict):
         raise UserError(f"{key}={path} holds a {type(content).__name__}, not a checkpoint.")
     return content

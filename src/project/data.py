@@ -57,7 +57,9 @@ def steps_per_epoch(num_images: int, batch_size: int) -> int:
         UserError: there is not even one.
     """
     if not 1 <= batch_size <= num_images:
-        raise UserError(f"data.batch_size={batch_size} of {num_images} training images is no step.")
+        raise UserError(
+            f"data.batch_size={batch_size}: choose 1 to {num_images}, the count of training images."
+        )
     return num_images // batch_size
 
 

@@ -146,7 +146,8 @@ def data(notes: list[str]) -> dict[str, Any]:
         return {"root": None, "there": False}
     with initialize_config_dir(str(Path("conf").resolve()), version_base="1.3"):
         root = Path(compose("train").data.root)
-    there = root.is_dir() and any(root.iterdir())
+    signs = ".packed/*-train", "train/*", "cifar-10-batches-py/data_batch_5"
+    there = any(True for sign in signs for _ in root.glob(sign))
     if not there:
         notes.append(f"no data in {root}: CIFAR-10 is downloaded by the first run that needs it")
     return {"root": str(root), "there": there}
@@ -210,7 +211,7 @@ def as_text(report: dict[str, Any]) -> str:
         lines.append(f"  {name:14}{part['version']:14}{part['needs']}".rstrip())
     for title in "gpus", "cpu", "limits", "data", "all_reduce":
         value = report.get(title)
-        for part in value if isinstance(value, list) else [value] if value else []:
+        for part in (value or [{"none": ""}]) if isinstance(value, list) else [value or {}]:
             words = "  ".join(f"{key} {entry}" for key, entry in part.items())
             lines.append(f"{title:14}  {words}")
     lines += [f"{kind[:-1]:14}  {line}" for kind in ("notes", "problems") for line in report[kind]]

@@ -45,6 +45,8 @@ def start(main: Callable[..., Any], train: Train) -> None:
         sys.exit(f"train.py: {error}")
     except KeyboardInterrupt:  # while nothing runs yet
         sys.exit(128 + signal.SIGINT)
+    finally:
+        _end_fork_server()
 
 
 def _open_streams() -> None:
@@ -57,6 +59,13 @@ def _open_streams() -> None:
             os.set_inheritable(free, True)
     sys.stdout = sys.stdout or os.fdopen(1, "w")
     sys.stderr = sys.stderr or os.fdopen(2, "w")
+
+
+def _end_fork_server() -> None:
+    """It would finish its imports first, and keep open the pipe into which `--help` was printed."""
+    server: Any = multiprocessing.forkserver._forkserver  # type: ignore[attr-defined]
+    if server._forkserver_pid is not None:
+        os.kill(server._forkserver_pid, signal.SIGKILL)
 
 
 def _start(main: Callable[..., Any], train: Train) -> None:

@@ -54,6 +54,13 @@ def pack(source: Source, root: Path, split: str, image_size: int) -> PackedImage
     appear complete or not at all. A changed source function, changed arguments, or an image that
     was added to or removed from a class folder give another pack.
     """
+    try:
+        return _pack(source, root, split, image_size)
+    except PermissionError as error:
+        raise UserError(f"data.root={root}: {error.strerror}, {error.filename}") from error
+
+
+def _pack(source: Source, root: Path, split: str, image_size: int) -> PackedImages:
     name = f"{_identity(source, root, split, image_size)}-{split}"
     if (root / ".packed" / name).exists():  # perhaps where nothing can be written any more
         return PackedImages(root / ".packed" / name)

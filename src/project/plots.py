@@ -90,10 +90,12 @@ def curves(history: list[dict[str, Any]]) -> Figure:
 
 def confusion(matrix: Tensor, classes: list[str]) -> Figure:
     """The confusion matrix (C, C) of the test, as torchmetrics draws it."""
-    side = max(5.0, 0.75 * len(classes))
+    side = min(max(5.0, 0.75 * len(classes)), 15.0)
     figure = Figure(figsize=(side, side), layout="constrained")
-    labels: list[int | str] = list(classes)
-    plot_confusion_matrix(matrix, figure.subplots(), len(classes) <= 20, labels)
+    axes, labels = figure.subplots(), [*classes]
+    plot_confusion_matrix(matrix, axes, len(classes) <= 20, labels)  # type: ignore[arg-type]
+    if len(classes) > 50:  # nobody could read them
+        axes.set(xticks=[], yticks=[])
     return figure
 
 

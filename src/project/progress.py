@@ -40,7 +40,7 @@ class Progress(Callback):
             log.info("going on from step %d of %d", self._first_step, self._num_steps)
         if trainer.is_global_zero and sys.stdout.isatty():
             # Rows and columns are given, since some terminals have none (0 × 0) and get no bar.
-            size: dict[str, Any] = {"ncols": 80, "nrows": 20}
+            size: dict[str, Any] = {"ncols": _num_columns(), "nrows": 20}
             shape = "{desc} |{bar}|"
             self._bar = tqdm(total=self._num_steps, file=sys.stdout, bar_format=shape, **size)
         self.on_train_epoch_start(trainer, pl_module)
@@ -60,7 +60,7 @@ class Progress(Callback):
         if self._bar is not None and time.monotonic() >= self._due:
             self._due = time.monotonic() + SECONDS_BETWEEN
             self._bar.n = step
-            self._bar.ncols = shutil.get_terminal_size().columns
+            self._bar.ncols = _num_columns()
             self._bar.set_description_str(self._line(trainer))
 
     def on_train_end(self, trainer: lightning.Trainer, pl_module: Any) -> None:
@@ -95,16 +95,20 @@ class Progress(Callback):
     def _line(self, trainer: lightning.Trainer) -> str:
         step = trainer.global_step
         done = (step - self._first_step) / (time.monotonic() - self._started)
-        left = timedelta(seconds=round((self._num_steps - step) / max(done, 1e-9)))
+        left = str(timedelta(seconds=round((self._num_steps - step) / max(done, 1e-9))))
         return (
             f"epoch {trainer.current_epoch + 1}/{self._num_epochs}  step {step}/{self._num_steps}  "
             f"loss {self._loss}  lr {_rate(trainer):.4g}  "
-            f"{self._speed(trainer):,.0f} images/s  {left} left"
+            f"{self._speed(trainer):,.0f} images/s  {left.removeprefix('0:')} left"
         )
 
     def _speed(self, trainer: lightning.Trainer) -> float:
         num_images = (trainer.global_step - self._epoch_step) * self._batch_size
         return num_images / (time.monotonic() - self._epoch_started)
+
+
+def _num_columns() -> int:
+    return shutil.get_terminal_size().columns
 
 
 def _rate(trainer: lightning.Trainer) -> float:

@@ -89,7 +89,7 @@ def _mistake_behind(error: BaseException) -> str | None:
     first = str(error).partition("\n")[0]
     if "Expected more than 1 value per channel" in first:
         return f"{first}\nBatchNorm needs more images a rank: a larger data.batch_size."
-    if isinstance(error, torch.OutOfMemoryError):
+    if isinstance(error, RuntimeError) and "CUDA" in first and "memory" in first.lower():
         return (
             f"{first}\nTry trainer.precision=bf16-mixed, trainer.accumulate_grad_batches=2 (the "
             f"same steps in smaller parts), a smaller data.batch_size, or more devices."

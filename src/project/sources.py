@@ -37,7 +37,7 @@ def cifar10(root: Path, split: str, image_size: int) -> Listing:
     except (OSError, RuntimeError) as error:
         raise UserError(
             f"CIFAR-10 is not in {root} and cannot be downloaded ({error}).\n"
-            f"Place cifar-10-batches-py there by hand, or start with experiment=quickstart."
+            f"Unpack {CIFAR10.url} there by hand, or start with experiment=quickstart."
         ) from error
     return Listing(dataset.targets, dataset.classes, dataset.data)
 
@@ -70,7 +70,9 @@ def decode(path: str, image_size: int) -> Image.Image:
                 raise ValueError(f"more than 8 bits a channel, mode {file.mode}")
             image = file.convert("RGB")
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        raise UserError(f"{path} cannot be decoded as an image ({error}).") from error
+        raise UserError(
+            f"{path} cannot be decoded as an image ({error}). Replace or remove it."
+        ) from error
     if image.size == (image_size, image_size):
         return image
     return TF.center_crop(TF.resize(image, image_size), [image_size, image_size])  # type: ignore
