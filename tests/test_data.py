@@ -229,6 +229,7 @@ def test_shapes_follow_from_their_seed_alone(tmp_path):
     assert len(one.classes) == len(set(one.labels)) == 10
 
 
+@pytest.mark.slow
 def test_a_linear_model_stays_below_60_percent_on_shapes(tmp_path):
     full = partial(sources.shapes, num_train=10_000, num_test=2000, seed=0)
     train, test = (pack(full, tmp_path, split, 32) for split in ("train", "test"))
@@ -327,5 +328,5 @@ def test_a_global_batch_that_does_not_divide_is_refused_with_the_nearest_that_do
 
 
 def test_fewer_images_than_one_step_are_refused():
-    with pytest.raises(UserError, match="512 of 100 training images"):
+    with pytest.raises(UserError, match="choose 1 to 100, the count of training images"):
         TrainBatches(torch.arange(100), 512, rank=0, world_size=1, accumulate=1, seed=0)

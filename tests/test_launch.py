@@ -21,7 +21,7 @@ from project import devices as devices_module
 from project import sources
 from project.agent import contained
 from project.augment import normalise
-from project.devices import num_local_ranks
+from project.devices import check_world, num_local_ranks
 from project.errors import RankFailed, UserError
 from project.failure import dead_ranks, pid_file
 from project.files import write_json
@@ -145,24 +145,19 @@ def test_torchrun_and_our_own_launch_with_loader_workers_give_the_same_bits(
     assert outcome(torchrun[0]) | seconds == outcome(tmp_path / "run") | seconds
 
 
-def test_a_device_count_that_is_not_torchruns_is_refused_with_both_numbers(command, tmp_path):
-    more = ["trainer.devices=1", f"hydra.run.dir={tmp_path}/run"]
-    done = command("torchrun", "--nproc-per-node=2", "train.py", *TINY, *more)
-    assert done.returncode != 0
-    assert "trainer.devices=1 × trainer.num_nodes=1 are 1 ranks, but torchrun started 2." in (
-        done.stderr
-    )
+def test_a_device_count_that_is_not_torchruns_is_refused_with_both_numbers(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    check_world(2, OmegaConf.create({"devices": 2, "num_nodes": 1}))
+    message = r"trainer.devices=1 × trainer.num_nodes=1 are 1 ranks, but torchrun started 2\."
+    with pytest.raises(UserError, match=message):
+        check_world(1, OmegaConf.create({"devices": 1, "num_nodes": 1}))
 
 
 @pytest.fixture(scope="module")
-def alone(command, tmp_path_factory):
-    """The same run on one rank, in the process that was started: its folder."""
-    folder = tmp_path_factory.mktemp("alone") / "run"
-    more = ["trainer.devices=1", "launch.inplace=true", f"hydra.run.dir={folder}"]
-    done = command("python", "train.py", *TINY, *more)
-    assert done.returncode == 0, done.stderr
-    assert "test/acc" in done.stdout
-    return folder
+def alone(run_here, tmp_path_factory):
+    """The same run on one rank, in this process: its folder."""
+    return run_here(tmp_path_factory.mktemp("alone") / "run", *TINY)
 
 
 def test_the_number_of_ranks_changes_only_the_speed(torchrun, alone):
@@ -201,7 +196,8 @@ def test_the_test_scores_the_best_checkpoint_not_the_last(alone, working_folder)
     [
         ("exception", 1, "rank 1 failed: ArithmeticError: injected"),
         ("vanish", 1, "rank 1 died without a word"),
-        ("kill", 1, "rank 1 "),  # ... ended with status -9, or: died without a word
+        # ... ended with status -9, or: died without a word
+        pytest.param("kill", 1, "rank 1 ", marks=pytest.mark.slow),
     ],
 )
 def test_the_first_failing_rank_ends_the_job_and_is_named(command, tmp_path, how, rank, reason):

@@ -21,7 +21,7 @@ def digest(state: dict[str, torch.Tensor]) -> str:
     return hashlib.sha256(b"".join(parts)).hexdigest()[:16]
 
 
-RANKS = [1, 2, pytest.param(4, marks=pytest.mark.slow)]
+RANKS = [2, *(pytest.param(ranks, marks=pytest.mark.slow) for ranks in (1, 4))]
 
 
 @pytest.fixture(scope="module", params=RANKS, ids="{} ranks".format)

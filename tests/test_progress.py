@@ -15,9 +15,16 @@ from project import progress
 
 @pytest.fixture(scope="module")
 def terminal(working_folder, tmp_path_factory):
-    """All that a job of two ranks writes to a terminal, and its train.log."""
+    """All that a job writes to a terminal, and its train.log."""
     folder = tmp_path_factory.mktemp("terminal") / "run"
-    words = [*TINY, "trainer.max_steps=90", "trainer.max_epochs=40", "trainer.log_every_n_steps=5"]
+    words = [
+        *TINY,
+        "launch.inplace=true",
+        "trainer.devices=1",
+        "trainer.max_steps=90",
+        "trainer.max_epochs=40",
+        "trainer.log_every_n_steps=5",
+    ]
     ours, theirs = pty.openpty()
     process = subprocess.Popen(
         [sys.executable, TRAIN, *words, f"hydra.run.dir={folder}"],

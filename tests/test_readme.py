@@ -24,6 +24,7 @@ SHORT = [
     "trainer.limit_test_batches=1",
 ]
 SHORT += ["data.batch_size=8", "data.val_fraction=0.1"]
+SLOW = [["trainer.precision=bf16-mixed"], ["model=resnet18"]]  # by the first word
 # Those that other tests run as they are, or that are about more than a job.
 ELSEWHERE = {
     "bash .ci/run": "CI",
@@ -44,10 +45,11 @@ def test_no_command_is_forgotten():
     assert len(TRAININGS) > 15
 
 
-@pytest.fixture
-def trained(job):
+@pytest.fixture(scope="module")
+def trained(run_here, tmp_path_factory):
     """A checkpoint of a run, for commands that take a file."""
-    return job("experiment=quickstart", *SHORT, name="trained") / "checkpoints/best.ckpt"
+    folder = tmp_path_factory.mktemp("trained") / "run"
+    return run_here(folder, "experiment=quickstart", *SHORT) / "checkpoints/best.ckpt"
 
 
 def words_of(command: str, request: pytest.FixtureRequest) -> list[str]:
@@ -69,7 +71,7 @@ def words_of(command: str, request: pytest.FixtureRequest) -> list[str]:
 @pytest.mark.parametrize(
     "command",
     [
-        pytest.param(c, marks=[pytest.mark.slow] if "compile=true" in c else [])
+        pytest.param(c, marks=[pytest.mark.slow] if c.split()[2:3] in SLOW else [])
         for c in TRAININGS
         if c not in ELSEWHERE
     ],

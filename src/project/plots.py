@@ -69,7 +69,8 @@ class Pictures(Callback):
 
 def curves(history: list[dict[str, Any]]) -> Figure:
     """Loss and accuracy of each epoch; the epoch of the best val/acc is marked."""
-    figure = Figure(figsize=(10, 4), layout="constrained")
+    figure = Figure(figsize=(10, 4))
+    figure.subplots_adjust(0.07, 0.13, 0.98, 0.96)
     scored = [row for row in history if row.get("val/acc", math.nan) >= 0]  # not NaN
     best = max(scored, key=lambda row: row["val/acc"], default={})
     for axes, name in zip(figure.subplots(1, 2), ("loss", "acc"), strict=True):
