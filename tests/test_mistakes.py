@@ -138,8 +138,7 @@ def bad_files(folder: Path) -> dict[str, str]:
     return messages | {"missing": "there is no such file"}
 
 
-@pytest.mark.parametrize("key", ["weights", "ckpt_path"])
-@pytest.mark.parametrize("fit", ["true", "false"])
+@pytest.mark.parametrize(("key", "fit"), [("weights", "true"), ("ckpt_path", "false")])
 def test_a_bad_file_is_named(job, tmp_path, key, fit, capfd):
     for kind, message in bad_files(tmp_path).items():
         with pytest.raises(UserError, match=message) as caught:

@@ -72,6 +72,14 @@ class RunRecord(Checkpoint):
         """The checkpoint to test and to hand on: the best, without validation the last."""
         return self.best_path if self.best else self.last_path
 
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Leaves SIGTERM to end a rank at once.
+
+        Lightning 2.6.6 broadcasts inside its handler of the signal (_sigterm_notifier_fn), which
+        never returns where another rank waits in another collective.
+        """
+        trainer._signal_connector.register_signal_handlers = lambda: None
+
     def state_dict(self) -> dict[str, Any]:
         """What travels in a checkpoint."""
         return {"history": self.history, "best": self.best}
