@@ -181,4 +181,8 @@ def rank_process(folder: str, train: Train) -> None:
     end_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # the agent passes it on; shells may ignore it
     torch.set_num_threads(threads_a_rank(int(os.environ["LOCAL_WORLD_SIZE"])))
-    run_rank(Path(folder), train)
+    try:
+        run_rank(Path(folder), train)
+    except Exception:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # it is on record; the parent shows the first
+        raise
