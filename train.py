@@ -14,6 +14,7 @@ from typing import Any
 import hydra
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
+from torch import nn
 
 from project import checkpoint, launch
 from project.schema import check_nodes
@@ -33,15 +34,8 @@ def train(cfg: DictConfig, folder: Path) -> dict[str, Any]:
     data.open(test=cfg.test)  # what is missing or broken shows now, not after the training
     num_classes = data.num_classes
     lightning.seed_everything(cfg.seed, workers=True, verbose=False)  # packing has no say in it
-    net = instantiate(cfg.model, num_classes=num_classes, _convert_="all")
-    if cfg.weights:
-        checkpoint.load_weights(net, cfg.weights, num_classes)
-    if cfg.ckpt_path:
-        checkpoint.check_run(net, cfg.ckpt_path)
-    if cfg.compile:
-        net.compile()  # in place: names in checkpoints stay as they are
     task = Classifier(
-        net,
+        network(cfg, num_classes),
         instantiate(cfg.optimizer),
         instantiate(cfg.scheduler),
         num_classes,
@@ -68,11 +62,24 @@ def train(cfg: DictConfig, folder: Path) -> dict[str, Any]:
         chosen = record.chosen_path
     else:
         trainer.validate(task, datamodule=data, ckpt_path=chosen, verbose=False)
-    results = record.results(trainer) if cfg.fit else task.metrics | {"checkpoint": chosen}
+    scored = {"checkpoint": cfg.ckpt_path or cfg.weights}
+    results = record.results(trainer) if cfg.fit else task.metrics | scored
     if cfg.test:
         trainer.test(task, datamodule=data, ckpt_path=chosen, verbose=False)
         results |= {k: v for k, v in task.metrics.items() if k.startswith("test/")}
     return results
+
+
+def network(cfg: DictConfig, num_classes: int) -> nn.Module:
+    """The network, with weights from a file if the config names one."""
+    net = instantiate(cfg.model, num_classes=num_classes, _convert_="all")
+    if cfg.weights:
+        checkpoint.load_weights(net, cfg.weights, num_classes)
+    if cfg.ckpt_path:
+        checkpoint.check_run(net, cfg.ckpt_path)
+    if cfg.compile:
+        net.compile()  # in place: names in checkpoints stay as they are
+    return net
 
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="train")

@@ -134,6 +134,15 @@ def test_an_evaluation_gives_the_numbers_of_the_run_without_its_config(job, trai
     assert again["test/count"] == expected["test/count"] == 101
 
 
+def test_a_run_without_validation_is_evaluated_on_its_test_images(job):
+    plain = job(*TINY, "data.val_fraction=0", name="plain")
+    assert outcome(plain)["checkpoint"] == "checkpoints/last.ckpt"
+    path = f"ckpt_path={plain}/checkpoints/last.ckpt"
+    again = outcome(job("fit=false", path, "trusted=[toy]"))
+    assert again["test/acc"] == outcome(plain)["test/acc"]
+    assert not [name for name in again if name.startswith("val/")]
+
+
 def test_what_the_command_line_says_wins_over_the_stored_config(job, trained):
     path = f"ckpt_path={trained}/checkpoints/best.ckpt"
     given = ["fit=false", path, "trusted=[toy]", "+data.source.num_test=50"]
@@ -189,6 +198,7 @@ def test_weights_alone_can_be_evaluated(job, trained):
     path = f"weights={trained}/checkpoints/model.pt"
     evaluated = outcome(job(*TINY, "model.width=6", "fit=false", path))
     assert evaluated["test/acc"] == outcome(trained)["test/acc"]
+    assert evaluated["checkpoint"] == path.removeprefix("weights=")
 
 
 @pytest.mark.parametrize("file", ["model.pt", "best.ckpt"])
