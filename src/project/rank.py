@@ -99,11 +99,12 @@ def _mistake_behind(error: BaseException) -> str | None:
         return f"{key}: {first} {type(cause).__name__}: {cause} (traceback in the run's train.log)"
     if "InvalidCxxCompiler" in str(error):
         return "compile=true needs a C++ compiler on CPUs (apt install g++)."
-    frames = traceback.extract_tb(error.__traceback__)
-    in_lightning = bool(frames) and f"lightning{os.sep}" in frames[-1].filename
-    if in_lightning and isinstance(error, ValueError | TypeError | RuntimeError):
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    by_lightning = bool(frames) and frames[-1].f_globals["__name__"].startswith("lightning.")
+    of_arguments = ValueError | TypeError | RuntimeError | MisconfigurationException
+    if by_lightning and isinstance(error, of_arguments):
         return f"{' '.join(first.split())} (traceback in the run's train.log)"
-    return first if isinstance(error, MisconfigurationException) else None
+    return None
 
 
 class Console(logging.StreamHandler):
