@@ -79,6 +79,8 @@ def num_steps(
     Raises:
         UserError: training has no end or no step, or an epoch's limit cuts a step in two.
     """
+    if accumulate < 1:
+        raise UserError(f"trainer.accumulate_grad_batches={accumulate} must be at least 1.")
     batches = steps_an_epoch * accumulate
     limit = 1.0 if limit_batches is None else limit_batches
     limited = min(batches, limit) if isinstance(limit, int) else int(batches * limit)

@@ -155,15 +155,9 @@ class ImageDataModule(lightning.LightningDataModule):
             UserError: see `project.data.num_steps`.
         """
         trainer = self._trainer
-        if trainer.accumulate_grad_batches < 1:
-            raise UserError("trainer.accumulate_grad_batches must be at least 1.")
-        return num_steps(
-            steps_per_epoch(len(self.split[0]), self.batch_size),
-            trainer.accumulate_grad_batches,
-            trainer.limit_train_batches,
-            trainer.max_epochs,
-            trainer.max_steps,
-        )
+        steps = steps_per_epoch(len(self.split[0]), self.batch_size)
+        limits = trainer.limit_train_batches, trainer.max_epochs, trainer.max_steps
+        return num_steps(steps, trainer.accumulate_grad_batches, *limits)
 
     def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
         """Normalises a batch on its device, and in training augments it."""
