@@ -33,6 +33,7 @@ ELSEWHERE = {
     'pytest tests/test_parity.py -m "slow or not slow"': "CI",
     "pre-commit install": "CI runs its hooks' tools",
     "python -m project.env": "test_env.py",
+    "python train.py model=mine": "test_five_minutes.py",
     "python train.py --help": "test_help_under_torchrun_ends_on_all_ranks",
     "torchrun --nproc-per-node=4 train.py trainer.devices=4": "test_torchrun_trains_in_one_folder",
 }
@@ -80,8 +81,6 @@ def test_the_command_runs(job, request, command):
     words = [word for word in words_of(command, request) if "trainer.devices" not in word]
     if "-m" in words:  # the first job of the sweep
         words = [word.split(",")[0] for word in words if word != "-m"]
-    if "model=mine" in words:
-        pytest.skip("test_five_minutes.py has it whole")
     if "trainer=gpu" in words and not torch.cuda.is_available():
         with pytest.raises(UserError, match="torch sees no GPU here"):
             job(*words)

@@ -1,4 +1,4 @@
-"""A network without batch statistics, so that the number of ranks changes no more than rounding."""
+"""A network without batch statistics and kinks: other ranks or threads change only the rounding."""
 
 from torch import Tensor, nn
 
@@ -10,4 +10,4 @@ class Plain(nn.Module):
         self.head = nn.Linear(width * 14 * 14, num_classes)
 
     def forward(self, images: Tensor) -> Tensor:
-        return self.head(self.conv(images).relu().flatten(1))
+        return self.head(self.conv(images).tanh().flatten(1))
