@@ -2,6 +2,8 @@
 
 import contextlib
 import logging
+import multiprocessing.forkserver
+import os
 import signal
 import tempfile
 import uuid
@@ -16,6 +18,19 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from project.errors import RankFailed
 from project.failure import first_failure
 from project.rank import Train, rank_process
+
+
+def start_fork_server() -> None:
+    """Starts the process that ranks are forked from; it imports what they need."""
+    multiprocessing.forkserver.set_forkserver_preload(["project.preload"])
+    multiprocessing.forkserver.ensure_running()
+
+
+def end_fork_server() -> None:
+    """It would finish its imports first, and keep open the pipe into which `--help` was printed."""
+    server: Any = multiprocessing.forkserver._forkserver  # type: ignore[attr-defined]
+    if server._forkserver_pid is not None:
+        os.kill(server._forkserver_pid, signal.SIGKILL)
 
 
 def run_ranks(folder: Path, train: Train, num_ranks: int) -> None:

@@ -1,10 +1,6 @@
 """What a run leaves behind: plain checkpoints, the history of its epochs, lines on the console."""
 
-import csv
-import io
 import logging
-import os
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +11,7 @@ from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.trainer.states import TrainerFn
 
 from project.errors import UserError
-from project.files import write_atomically
+from project.files import link_atomically, write_atomically, write_csv
 
 log = logging.getLogger("project")
 
@@ -159,25 +155,6 @@ class RunRecord(Checkpoint):
         if not trainer.is_global_zero:
             return
         if self._improved:
-            _link(self.last_path, self.best_path)
+            link_atomically(self.last_path, self.best_path)
         self._improved = False
-        write_atomically(self.folder / "metrics.csv", lambda file: file.write(self._csv()))
-
-    def _csv(self) -> bytes:
-        columns = list(dict.fromkeys(column for row in self.history for column in row))
-        text = io.StringIO(newline="")
-        writer = csv.DictWriter(text, columns, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(self.history)
-        return text.getvalue().encode()
-
-
-def _link(source: Path, target: Path) -> None:
-    """Makes `target` the same file as `source`, atomically; files are replaced, never changed."""
-    part = target.with_name(f".{target.name}-link")
-    part.unlink(missing_ok=True)
-    try:
-        os.link(source, part)
-    except OSError:  # a file system without hard links
-        shutil.copyfile(source, part)
-    part.replace(target)
+        write_csv(self.folder / "metrics.csv", self.history)

@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import lightning
 import torch
@@ -133,8 +133,7 @@ class ImageDataModule(lightning.LightningDataModule):
             seed=self.seed,
         )
         # A continued training makes its first iterator before Lightning sets the epoch.
-        progress: Any = trainer.fit_loop.epoch_progress.current
-        sampler.set_epoch(progress.processed)
+        sampler.set_epoch(cast(Any, trainer.fit_loop.epoch_progress.current).processed)
         return self._loader(self.train_images, sampler)
 
     def val_dataloader(self) -> DataLoader | list[DataLoader]:

@@ -10,8 +10,6 @@ import os
 import resource
 import shutil
 import sys
-import tempfile
-import time
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -19,7 +17,6 @@ from typing import Any
 # torch and what needs it are imported late: that they are missing is what this may have to say.
 
 GIB = 2**30
-MESSAGE = 64 * 2**20  # bytes that are all-reduced
 
 
 def main() -> int:
@@ -49,9 +46,11 @@ def inspect_machine() -> dict[str, Any]:
     report["versions"] = versions(report["problems"])
     report["limits"] = limits(report["problems"], report["notes"])
     if not report["problems"]:
+        from project import allreduce
+
         report |= devices(report["notes"])
         report["data"] = data(report["notes"])
-        report["all_reduce"] = measure_all_reduce(len(report["gpus"]), report["problems"])
+        report["all_reduce"] = allreduce.measure(len(report["gpus"]), report["problems"])
     start = "experiment=quickstart"
     if report.get("gpus") and report["data"]["there"]:
         start = "trainer.devices=-1"
@@ -151,57 +150,6 @@ def data(notes: list[str]) -> dict[str, Any]:
     if not there:
         notes.append(f"no data in {root}: CIFAR-10 is downloaded by the first run that needs it")
     return {"root": str(root), "there": there}
-
-
-def measure_all_reduce(num_gpus: int, problems: list[str]) -> dict[str, Any]:
-    """Starts a rank a GPU, or up to four on CPUs, as a training does, and lets them add up."""
-    from omegaconf import OmegaConf
-
-    from project.agent import run_ranks
-    from project.devices import num_cores
-    from project.env import all_reduce  # by this name the ranks can import it
-    from project.errors import RankFailed, UserError
-
-    ranks = num_gpus or min(num_cores(), 4)
-    trainer = {"accelerator": "auto", "devices": ranks}
-    config = OmegaConf.create({"trainer": trainer, "launch": {"timeout": 60}})
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / ".hydra").mkdir()
-        OmegaConf.save(config, Path(folder) / ".hydra" / "config.yaml")
-        try:
-            run_ranks(Path(folder), all_reduce, ranks)
-        except (RankFailed, UserError) as error:
-            problems.append(f"an all-reduce over {ranks} ranks failed: {error}")
-            return {"ranks": ranks, "works": False}
-        measured = json.loads((Path(folder) / "results.json").read_text())
-    return {"ranks": ranks, "works": True} | {k: measured[k] for k in ("backend", "bus_gb_per_s")}
-
-
-def all_reduce(cfg: Any, folder: Path) -> dict[str, Any]:
-    """What each rank does: sums 64 MiB of float32 over the ranks, five times.
-
-    Returns:
-        backend, and the median bus bandwidth in GB/s: bytes / seconds * 2 (n - 1) / n
-        (https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md).
-    """
-    import torch
-    import torch.distributed as dist
-
-    from project.devices import on_gpu
-
-    device = "cuda" if on_gpu(cfg.trainer) else "cpu"
-    ranks, times = dist.get_world_size(), []
-    for _ in range(6):  # the first is a warm-up
-        values = torch.full((MESSAGE // 4,), dist.get_rank() + 1.0, device=device)
-        dist.barrier()
-        started = time.perf_counter()
-        dist.all_reduce(values)
-        total = values[-1].item()  # waits for a GPU
-        times.append(time.perf_counter() - started)
-        if total != ranks * (ranks + 1) / 2:
-            raise ArithmeticError(f"1 + ... + {ranks} gave {total}")
-    bandwidth = MESSAGE / sorted(times[1:])[2] * 2 * (ranks - 1) / ranks / 1e9
-    return {"backend": "nccl" if device == "cuda" else "gloo", "bus_gb_per_s": round(bandwidth, 2)}
 
 
 def as_text(report: dict[str, Any]) -> str:

@@ -1,7 +1,10 @@
 """Files that are there whole or not at all."""
 
+import csv
+import io
 import json
 import os
+import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -28,3 +31,24 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
     """Writes a dictionary as indented JSON, atomically; NaN, which JSON lacks, as null."""
     content = {k: None if isinstance(v, float) and v != v else v for k, v in content.items()}
     write_atomically(path, lambda file: file.write(f"{json.dumps(content, indent=2)}\n".encode()))
+
+
+def write_csv(path: Path, rows: list[dict[str, Any]]) -> None:
+    """Writes rows as CSV, atomically; a value that a row lacks is empty."""
+    text = io.StringIO(newline="")
+    columns = list(dict.fromkeys(column for row in rows for column in row))
+    writer = csv.DictWriter(text, columns, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    write_atomically(path, lambda file: file.write(text.getvalue().encode()))
+
+
+def link_atomically(source: Path, target: Path) -> None:
+    """Makes `target` the same file as `source`, atomically; files are replaced, never changed."""
+    part = target.with_name(f".{target.name}-link")
+    part.unlink(missing_ok=True)
+    try:
+        os.link(source, part)
+    except OSError:  # a file system without hard links
+        shutil.copyfile(source, part)
+    part.replace(target)

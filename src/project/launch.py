@@ -6,7 +6,6 @@ agent start the ranks from a fork server, waits for them and reports.
 
 import functools
 import json
-import multiprocessing.forkserver
 import os
 import signal
 import sys
@@ -20,8 +19,8 @@ from omegaconf import OmegaConf
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from project.agent import run_ranks
-from project.cli import closing_table, explained
+from project.agent import end_fork_server, run_ranks, start_fork_server
+from project.cli import closing_table, explained, open_streams
 from project.devices import check_world, num_local_ranks
 from project.errors import RankFailed, UserError
 from project.failure import first_failure
@@ -29,7 +28,7 @@ from project.files import write_json
 from project.folder import shown
 from project.rank import Train, run_rank
 from project.schema import check_knobs
-from project.stored import adopt
+from project.stored import take_up_config
 
 
 def start(main: Callable[..., Any], train: Train) -> None:
@@ -37,7 +36,7 @@ def start(main: Callable[..., Any], train: Train) -> None:
 
     Under torchrun rank 0 alone composes the config; the others wait for the folder of its run.
     """
-    _open_streams()
+    open_streams()
     try:
         with explained(main):
             _start(main, train)
@@ -46,32 +45,12 @@ def start(main: Callable[..., Any], train: Train) -> None:
     except KeyboardInterrupt:  # while nothing runs yet
         sys.exit(128 + signal.SIGINT)
     finally:
-        _end_fork_server()
-
-
-def _open_streams() -> None:
-    """Gives closed standard streams (`>&-`) the null device, not the next file that is opened."""
-    for number in range(3):
-        try:
-            os.fstat(number)
-        except OSError:
-            free = os.open(os.devnull, os.O_RDWR)  # the lowest number, hence `number`
-            os.set_inheritable(free, True)
-    sys.stdout = sys.stdout or os.fdopen(1, "w")
-    sys.stderr = sys.stderr or os.fdopen(2, "w")
-
-
-def _end_fork_server() -> None:
-    """It would finish its imports first, and keep open the pipe into which `--help` was printed."""
-    server: Any = multiprocessing.forkserver._forkserver  # type: ignore[attr-defined]
-    if server._forkserver_pid is not None:
-        os.kill(server._forkserver_pid, signal.SIGKILL)
+        end_fork_server()
 
 
 def _start(main: Callable[..., Any], train: Train) -> None:
     if not dist.is_torchelastic_launched():
-        multiprocessing.forkserver.set_forkserver_preload(["project.preload"])
-        multiprocessing.forkserver.ensure_running()  # imports while this process composes
+        start_fork_server()  # imports while this process composes
         main()
     elif {"-m", "--multirun"} & set(sys.argv):
         sys.exit("A sweep starts ranks of its own: python train.py -m ..., without torchrun.")
@@ -130,7 +109,7 @@ def run(folder: Path, train: Train) -> dict[str, Any]:
             raise UserError(f"Give a value: {'=..., '.join(sorted(missing))}=...")
         check_knobs(cfg)
         if not cfg.fit:
-            _take_up_config(cfg, folder)
+            take_up_config(cfg, folder)
         num_ranks = num_local_ranks(cfg.trainer)
         if dist.is_torchelastic_launched():
             check_world(num_ranks, cfg.trainer)
@@ -146,15 +125,6 @@ def run(folder: Path, train: Train) -> dict[str, Any]:
         _write_failure(folder, str(error).splitlines()[0])
         raise
     return json.loads(results.read_text())
-
-
-def _take_up_config(cfg: Any, folder: Path) -> None:
-    """Evaluates a checkpoint with the config of the run that wrote it."""
-    if not cfg.ckpt_path and not cfg.weights:
-        raise UserError("fit=false evaluates: give ckpt_path=FILE (of a run) or weights=FILE.")
-    if cfg.ckpt_path:
-        adopt(cfg, OmegaConf.load(folder / ".hydra" / "overrides.yaml"))
-        OmegaConf.save(cfg, folder / ".hydra" / "config.yaml")
 
 
 def _write_failure(folder: Path, reason: str) -> None:

@@ -1,4 +1,4 @@
-"""Losses that wait on the device until somebody looks at them."""
+"""What training and evaluation add up on the device, without waiting for it."""
 
 from typing import NoReturn
 
@@ -8,6 +8,44 @@ import torch.distributed as dist
 from torch import Tensor
 
 from project.errors import UserError
+
+
+class EpochSums:
+    """Sums of one epoch on one rank, reduced over ranks once, at its end.
+
+    Every image counts exactly once, which averages of batch averages do not give. A plain object:
+    DDP would overwrite registered buffers with those of rank 0.
+
+    Args:
+        num_classes: for the confusion matrix.
+    """
+
+    def __init__(self, num_classes: int, device: torch.device) -> None:
+        self.loss = torch.zeros((), dtype=torch.float64, device=device)
+        self.confusion = torch.zeros(num_classes**2, dtype=torch.int64, device=device)
+        self.num_classes = num_classes
+
+    def add(self, losses: Tensor, logits: Tensor, labels: Tensor) -> None:
+        """Counts a batch without waiting for the device; (B,), (B, C), (B,)."""
+        self.loss += losses.detach().double().sum()
+        cells = labels * self.num_classes + logits.detach().argmax(1)
+        self.confusion.scatter_add_(0, cells, torch.ones_like(cells))
+
+    def reduce(self) -> tuple[float, float, int, Tensor]:
+        """Sums over all ranks, which must all call this.
+
+        Returns:
+            mean loss, accuracy in [0, 1], number of images, and the confusion matrix (C, C) int64
+            with a row for each true class. Both means are NaN if there were no images.
+        """
+        if dist.is_initialized():
+            dist.all_reduce(self.loss)
+            dist.all_reduce(self.confusion)
+        matrix = self.confusion.view(self.num_classes, self.num_classes).cpu()
+        count = int(matrix.sum())
+        if count == 0:
+            return float("nan"), float("nan"), 0, matrix
+        return self.loss.item() / count, int(matrix.trace()) / count, count, matrix
 
 
 class RecentLosses:

@@ -1,6 +1,7 @@
 """The config that a checkpoint holds, taken up to evaluate it: another width needs no repeating."""
 
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -14,6 +15,19 @@ from project.errors import UserError
 # modules write and delete files.
 MODULES = ("model", "sources", "augment", "datamodule")
 TRUSTED = [*(f"{__package__}.{name}" for name in MODULES), "torch.nn", "torchvision.models", "timm"]
+
+
+def take_up_config(cfg: DictConfig, folder: Path) -> None:
+    """Makes ready the config in `folder` for an evaluation: that of the run that wrote the file.
+
+    Raises:
+        UserError: no file is given; or see `adopt`.
+    """
+    if not cfg.ckpt_path and not cfg.weights:
+        raise UserError("fit=false evaluates: give ckpt_path=FILE (of a run) or weights=FILE.")
+    if cfg.ckpt_path:
+        adopt(cfg, OmegaConf.load(folder / ".hydra" / "overrides.yaml"))
+        OmegaConf.save(cfg, folder / ".hydra" / "config.yaml")
 
 
 def adopt(cfg: DictConfig, overrides: Iterable[str]) -> None:
