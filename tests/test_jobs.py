@@ -187,11 +187,16 @@ def test_to_go_on_where_nothing_is_left_is_refused(job, trained):
 
 
 @pytest.mark.parametrize("prefix", ["net.", "module.", "_orig_mod.module.", "module._orig_mod."])
-def test_weights_of_wrapped_networks_are_understood(prefix):
-    state = {f"{prefix}{name}": torch.zeros(1) for name in ("conv.weight", "net.bias")}
-    assert checkpoint.weights_in(state, "x.pt", "weights").keys() == {"conv.weight", "net.bias"}
-    lightnings = {"state_dict": state, "epoch": 1}
-    assert len(checkpoint.weights_in(lightnings, "x.pt", "weights")) == 2
+@pytest.mark.parametrize("names", [{"conv.weight", "net.bias"}, {"net.0.weight", "net.0.bias"}])
+def test_weights_of_wrapped_networks_are_understood(prefix, names):
+    """Also those of a network whose own names all begin like a wrapper's."""
+    for state in (
+        {f"{prefix}{name}": torch.zeros(1) for name in names},
+        dict.fromkeys(names, torch.zeros(1)),
+    ):
+        assert checkpoint.weights_in(state, names, "x.pt", "weights").keys() == names
+        lightnings = {"state_dict": state, "epoch": 1}
+        assert checkpoint.weights_in(lightnings, names, "x.pt", "weights").keys() == names
 
 
 def test_weights_alone_can_be_evaluated(job, trained):

@@ -2,6 +2,7 @@
 
 import logging
 import pickle
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -54,8 +55,13 @@ def read_run(path: str) -> dict[str, Any]:
     return content
 
 
-def weights_in(content: dict[str, Any], path: str, key: str) -> dict[str, Tensor]:
+def weights_in(
+    content: dict[str, Any], names: Collection[str], path: str, key: str
+) -> dict[str, Tensor]:
     """The plain state dict of the network in a checkpoint of ours, of DDP's, or in a plain one.
+
+    Args:
+        names: in the network's own state dict; wrappers' prefixes are taken off until some fit.
 
     Raises:
         UserError: there is none.
@@ -64,7 +70,10 @@ def weights_in(content: dict[str, Any], path: str, key: str) -> dict[str, Tensor
     if not isinstance(state, dict) or not state or not all(map(_is_weight, state.items())):
         raise UserError(f"{key}={path} holds no weights (a state dict, or a checkpoint with one).")
     prefixes = "net.", "module.", "_orig_mod."  # of ours, of DDP's and of torch.compile's wrapper
-    while prefix := next((p for p in prefixes if all(name.startswith(p) for name in state)), None):
+    while not state.keys() & {*names}:
+        prefix = next((p for p in prefixes if all(name.startswith(p) for name in state)), None)
+        if prefix is None:
+            break  # of another network
         state = {name.removeprefix(prefix): value for name, value in state.items()}
     return state
 
@@ -80,7 +89,8 @@ def load_weights(net: nn.Module, path: str, num_classes: int) -> None:
     Raises:
         UserError: the weights are of another network.
     """
-    weights, own = weights_in(read(path, "weights"), path, "weights"), net.state_dict()
+    own = net.state_dict()
+    weights = weights_in(read(path, "weights"), own, path, "weights")
     shared = sorted(own.keys() & weights.keys())
     heads = [name for name in shared if _is_head(own[name], weights[name], num_classes)]
     weights |= {name: own[name] for name in heads}
@@ -95,7 +105,9 @@ def load_weights(net: nn.Module, path: str, num_classes: int) -> None:
 
 def check_run(net: nn.Module, path: str) -> None:
     """Raises UserError unless the checkpoint of a run, `ckpt_path`, is of this network."""
-    check_fit(net, weights_in(read_run(path), path, "ckpt_path"), f"ckpt_path={path}")
+    check_fit(
+        net, weights_in(read_run(path), net.state_dict(), path, "ckpt_path"), f"ckpt_path={path}"
+    )
 
 
 def check_fit(net: nn.Module, weights: dict[str, Tensor], source: str) -> None:
