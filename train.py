@@ -4,6 +4,7 @@ python train.py                                       CIFAR-10 on one device
 python train.py trainer.devices=4                     DDP on four (-1: all GPUs)
 python train.py experiment=quickstart                 offline, two CPU ranks, under a minute
 python train.py data=imagefolder data.root=FOLDER     your images: FOLDER/{train,test}/<class>/*
+python train.py resume=FOLDER                         go on with a run that was stopped
 python train.py -m seed=0,1,2 optimizer.lr=0.1,0.3    a sweep
 torchrun --nproc-per-node=4 train.py trainer.devices=4
 """
@@ -33,18 +34,20 @@ def train(cfg: DictConfig, folder: Path) -> dict[str, Any]:
     data = instantiate(cfg.data, seed=cfg.seed, _convert_="all")
     data.open(test=cfg.test)  # what is missing or broken shows now, not after the training
     num_classes = data.num_classes
+    start = checkpoint.begun(folder) if cfg.fit else None
+    start = start or cfg.ckpt_path
     lightning.seed_everything(cfg.seed, workers=True, verbose=False)  # packing has no say in it
     task = Classifier(
-        network(cfg, num_classes),
+        network(cfg, num_classes, start),
         instantiate(cfg.optimizer),
         instantiate(cfg.scheduler),
         num_classes,
         cfg.seed,
         label_smoothing=cfg.label_smoothing,
-        initialise=not (cfg.weights or cfg.ckpt_path),
+        initialise=not (cfg.weights or start),
     )
     config = OmegaConf.to_container(cfg)  # unresolved: holds no secrets
-    record = RunRecord(folder, config)
+    record = RunRecord(folder, config, **cfg.checkpoint)
     trainer = instantiate(
         cfg.trainer,
         callbacks=[*instantiate(cfg.callbacks).values(), Progress(), Pictures(folder), record],
@@ -56,11 +59,11 @@ def train(cfg: DictConfig, folder: Path) -> dict[str, Any]:
     )
     for logger in trainer.loggers:
         logger.log_hyperparams(config)
-    chosen = cfg.ckpt_path
     if cfg.fit:
-        trainer.fit(task, datamodule=data, ckpt_path=cfg.ckpt_path)
+        trainer.fit(task, datamodule=data, ckpt_path=start)
         chosen = record.chosen_path
     else:
+        chosen = start
         trainer.validate(task, datamodule=data, ckpt_path=chosen, verbose=False)
     scored = {"checkpoint": cfg.ckpt_path or cfg.weights}
     results = record.results(trainer) if cfg.fit else task.metrics | scored
@@ -70,13 +73,17 @@ def train(cfg: DictConfig, folder: Path) -> dict[str, Any]:
     return results
 
 
-def network(cfg: DictConfig, num_classes: int) -> nn.Module:
-    """The network, with weights from a file if the config names one."""
+def network(cfg: DictConfig, num_classes: int, start: str | None) -> nn.Module:
+    """The network, with weights from a file if the config names one.
+
+    Args:
+        start: checkpoint of a run that the Trainer will load.
+    """
     net = instantiate(cfg.model, num_classes=num_classes, _convert_="all")
-    if cfg.weights:
+    if start:
+        checkpoint.check_run(net, start)
+    elif cfg.weights:
         checkpoint.load_weights(net, cfg.weights, num_classes)
-    if cfg.ckpt_path:
-        checkpoint.check_run(net, cfg.ckpt_path)
     if cfg.compile:
         net.compile()  # in place: names in checkpoints stay as they are
     return net

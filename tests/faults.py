@@ -54,3 +54,16 @@ class Warns(Callback):
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
         warnings.warn("this matters", stacklevel=1)
+
+
+class Asks(Callback):
+    """Gets SIGTERM after one step, on the last rank alone."""
+
+    def __init__(self, step: int, number: int = signal.SIGTERM) -> None:
+        self.step, self.number = step, number
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
+        is_last = trainer.global_rank == trainer.world_size - 1
+        is_boundary = (batch_idx + 1) % trainer.accumulate_grad_batches == 0
+        if is_last and is_boundary and trainer.global_step == self.step:
+            os.kill(os.getpid(), self.number)

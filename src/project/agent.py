@@ -33,10 +33,14 @@ def end_fork_server() -> None:
         os.kill(server._forkserver_pid, signal.SIGKILL)
 
 
-def run_ranks(folder: Path, train: Train, num_ranks: int) -> None:
+def run_ranks(folder: Path, train: Train, num_ranks: int, attempt: int) -> None:
     """Runs `train` on ranks of this machine until all have ended.
 
+    Args:
+        attempt: number of this launch in the folder, for the names of logs.
+
     Raises:
+        SignalException: this process was asked to stop; the ranks have stopped.
         UserError: a rank found a mistake in the config.
         RankFailed: the first rank that failed, and how.
     """
@@ -55,7 +59,7 @@ def run_ranks(folder: Path, train: Train, num_ranks: int) -> None:
             **_but_for_nohup(),
         )
         try:
-            elastic_launch(config, rank_process)(str(folder), train)
+            elastic_launch(config, rank_process)(str(folder), train, attempt)
         except ChildFailedError as error:
             rank, failure = error.get_first_failure()
             has_reported = any(folder.glob(f"ranks/{rank}-*.json"))

@@ -2,13 +2,18 @@
 
 import logging
 import pickle
+import zipfile
 from collections.abc import Collection
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from project.errors import UserError
+
+LAST = "checkpoints/last.ckpt"
+PREVIOUS = "checkpoints/previous.ckpt"
 
 log = logging.getLogger("project")
 
@@ -40,6 +45,35 @@ def read(path: str, key: str) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise UserError(f"{key}={path} holds a {type(content).__name__}, not a checkpoint.")
     return content
+
+
+def begun(folder: Path) -> str | None:
+    """The checkpoint from which a run goes on, the same on all ranks; None if it has none yet.
+
+    That is the last, or if it is damaged the one before it, which is said.
+
+    Raises:
+        UserError: both are damaged.
+    """
+    there = [path for path in (folder / LAST, folder / PREVIOUS) if path.exists()]
+    for path in there:
+        wrong = _damage(path)
+        if not wrong:
+            return str(path)
+        log.warning("%s is damaged (%s)", path, wrong)
+    if there:
+        raise UserError(f"{folder} has no undamaged checkpoint to go on from.")
+    return None
+
+
+def _damage(path: Path) -> str | None:
+    """What is wrong with the bytes of a checkpoint; torch.load looks at no checksum."""
+    try:
+        with zipfile.ZipFile(path) as file:
+            part = file.testzip()
+        return part and f"checksum of {part}"
+    except (zipfile.BadZipFile, OSError) as error:
+        return str(error)
 
 
 def read_run(path: str) -> dict[str, Any]:

@@ -107,6 +107,8 @@ class TrainBatches(Sampler[Tensor]):
     Args:
         indices: (N,) rows of the packed images to train on.
         batch_size: images of one optimizer step, over all ranks and accumulated batches.
+        epoch: the first to yield.
+        start: batches of that epoch to leave out, since they have been trained on.
     """
 
     def __init__(
@@ -117,23 +119,28 @@ class TrainBatches(Sampler[Tensor]):
         world_size: int,
         accumulate: int,
         seed: int,
+        epoch: int = 0,
+        start: int = 0,
     ) -> None:
-        self.indices = indices
+        self.indices, self.start = indices, start
         self.local = local_batch_size(batch_size, world_size, accumulate)
         self.num_batches = steps_per_epoch(len(indices), batch_size) * accumulate
         positions: Any = range(len(indices))  # only its length matters
         self.order = DistributedSampler(positions, world_size, rank, seed=seed, drop_last=True)
+        self.order.set_epoch(epoch)
 
     def set_epoch(self, epoch: int) -> None:
         """Chooses the permutation of `epoch`; Lightning calls this before each epoch."""
+        if epoch != self.order.epoch:
+            self.start = 0
         self.order.set_epoch(epoch)
 
     def __len__(self) -> int:
-        return self.num_batches
+        return self.num_batches  # of the whole epoch, wherever it starts
 
     def __iter__(self) -> Iterator[Tensor]:
         batches = self.indices[list(self.order)].split(self.local)
-        yield from batches[: self.num_batches]
+        yield from batches[self.start : self.num_batches]
 
 
 class EvalBatches(Sampler[Tensor]):

@@ -123,7 +123,8 @@ class ImageDataModule(lightning.LightningDataModule):
         Raises:
             UserError: the global batch does not divide, or there are fewer images than it takes.
         """
-        trainer = self._trainer
+        trainer, loop = self._trainer, cast(Any, self._trainer.fit_loop)
+        # A continued training makes its first iterator before Lightning sets the epoch.
         sampler = TrainBatches(
             self.split[0],
             self.batch_size,
@@ -131,9 +132,9 @@ class ImageDataModule(lightning.LightningDataModule):
             world_size=trainer.world_size,
             accumulate=trainer.accumulate_grad_batches,
             seed=self.seed,
+            epoch=loop.epoch_progress.current.processed,
+            start=loop.epoch_loop.batch_progress.current.processed if loop.restarting else 0,
         )
-        # A continued training makes its first iterator before Lightning sets the epoch.
-        sampler.set_epoch(cast(Any, trainer.fit_loop.epoch_progress.current).processed)
         return self._loader(self.train_images, sampler)
 
     def val_dataloader(self) -> DataLoader | list[DataLoader]:

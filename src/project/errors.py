@@ -1,4 +1,6 @@
-"""How a run fails: by a mistake that the user can mend, or by a rank."""
+"""How a run ends early: by a mistake that the user can mend, by a rank, or by a request."""
+
+import signal
 
 
 class UserError(Exception):
@@ -15,3 +17,16 @@ class RankFailed(Exception):
     def __init__(self, reason: str, traceback: str = "") -> None:
         super().__init__(reason)
         self.traceback = traceback
+
+
+class Preempted(BaseException):
+    """A signal asked the run to stop. Like KeyboardInterrupt no Exception, so that none swallows it.
+
+    Args:
+        number: of the signal.
+        where: what was saved, for messages.
+    """
+
+    def __init__(self, number: int, where: str = "") -> None:
+        super().__init__(f"stopped by {signal.Signals(number).name}{where}")
+        self.number = number

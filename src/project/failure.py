@@ -3,8 +3,10 @@
 import contextlib
 import fcntl
 import json
+import mmap
 import multiprocessing
 import os
+import signal
 import threading
 import time
 import traceback
@@ -12,8 +14,9 @@ from collections.abc import Iterator
 from multiprocessing.connection import wait
 from pathlib import Path
 
-from project.errors import RankFailed, UserError
+from project.errors import Preempted, RankFailed, UserError
 from project.files import write_json
+from project.folder import read_results
 
 
 def end_with_parent() -> None:
@@ -37,6 +40,25 @@ def pid_file(path: Path) -> Iterator[None]:
             path.unlink(missing_ok=True)
 
 
+class StepFile:
+    """Shows the optimizer step that a rank has reached, also after it was killed."""
+
+    def __init__(self, path: Path) -> None:
+        path.write_bytes(bytes(8))
+        with path.open("r+b") as file:
+            self._bytes = mmap.mmap(file.fileno(), 8)
+
+    def write(self, step: int) -> None:
+        """Costs no system call."""
+        self._bytes[:] = step.to_bytes(8, "little")
+
+
+def furthest_step(folder: Path) -> int | None:
+    """The step that the ranks of the latest attempt have reached, None before training."""
+    steps = [path.read_bytes() for path in folder.glob("ranks/*.step")]
+    return max((int.from_bytes(step, "little") for step in steps), default=None)
+
+
 def record_failure(
     report: Path, train_log: Path | None, error: BaseException, mistake: str | None
 ) -> None:
@@ -57,6 +79,12 @@ def record_failure(
         file.write(f"{summary}\n" if isinstance(error, UserError) else trace)
 
 
+def write_preempted(folder: Path, stopped: Preempted) -> None:
+    """Leaves word in `results.json` that a run was asked to stop; `resume` goes on."""
+    results = {"status": "preempted", "reason": str(stopped), "signal": stopped.number}
+    write_json(folder / "results.json", results)
+
+
 def first_failure(folder: Path) -> Exception | None:
     """What ended a job: the first report of a rank, or the silent death that it tells of.
 
@@ -73,6 +101,44 @@ def first_failure(folder: Path) -> Exception | None:
         return UserError(report["error"])
     rank = path.name.split("-")[0]
     return RankFailed(f"rank {rank} failed: {report['error']}", report["traceback"])
+
+
+def preempted(folder: Path) -> Preempted | None:
+    """The request that stopped all ranks of the latest attempt, None if something else did."""
+    results = read_results(folder)
+    if results.get("status") != "preempted" or any(folder.glob("ranks/*.json")):
+        return None
+    name = signal.Signals(results["signal"]).name
+    return Preempted(results["signal"], results["reason"].removeprefix(f"stopped by {name}"))
+
+
+def check_progress(folder: Path, failure: Exception | None) -> None:
+    """Comes before another attempt.
+
+    Raises:
+        UserError: it would end in the same mistake.
+        RankFailed: two attempts have failed at the same step.
+    """
+    path, step = folder / "ranks" / "failed_at_step", str(furthest_step(folder))
+    if isinstance(failure, UserError):
+        raise failure
+    if path.exists() and path.read_text() == step:
+        trace = getattr(failure, "traceback", "")
+        raise RankFailed(f"{failure}; so did the attempt before, at the same step", trace)
+    path.write_text(step)
+
+
+def next_attempt(folder: Path) -> int:
+    """The first number that no attempt in this folder has."""
+    numbers = [path.stem.split("-")[1] for path in folder.glob("ranks/*-*.log")]
+    return max(map(int, numbers), default=-1) + 1
+
+
+def clear(folder: Path) -> None:
+    """Removes what an earlier attempt has left: success and failure are what the next writes."""
+    stale = "results.json", "ranks/*.json", "ranks/*.pid", "ranks/*.step", "checkpoints/.*"
+    for path in (path for pattern in stale for path in folder.glob(pattern)):
+        path.unlink(missing_ok=True)
 
 
 def dead_ranks(ranks: Path) -> list[int]:

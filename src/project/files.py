@@ -10,21 +10,37 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
+from project.errors import UserError
 
-def write_atomically(path: Path, write: Callable[[IO[bytes]], Any]) -> None:
-    """Calls `write` on a temporary file beside `path`, flushes it to disk and renames it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    prefix = f".{path.name}-"
-    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=prefix, delete=False) as part:
-        try:
-            write(part)
-            part.flush()
-            os.fsync(part.fileno())
-            os.fchmod(part.fileno(), 0o644)  # temporary files are born private
-            Path(part.name).replace(path)
-        except BaseException:
-            Path(part.name).unlink(missing_ok=True)
-            raise
+
+def write_atomically(
+    path: Path, write: Callable[[IO[bytes]], Any], keep: Path | None = None
+) -> None:
+    """Calls `write` on a temporary file beside `path`, flushes it to disk and renames it.
+
+    Args:
+        keep: where the earlier file goes, once the new one is safely there.
+
+    Raises:
+        UserError: the disk is full, the folder read-only, and so on; `path` is as it was.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        prefix = f".{path.name}-"
+        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=prefix, delete=False) as part:
+            try:
+                write(part)
+                part.flush()
+                os.fsync(part.fileno())
+                os.fchmod(part.fileno(), 0o644)  # temporary files are born private
+                if keep and path.exists():
+                    link_atomically(path, keep)
+                Path(part.name).replace(path)
+            except BaseException:
+                Path(part.name).unlink(missing_ok=True)
+                raise
+    except OSError as error:
+        raise UserError(f"{path} cannot be written: {error.strerror or error}.") from error
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:

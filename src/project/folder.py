@@ -1,14 +1,19 @@
 """The folder of a run: new, and never somebody else's."""
 
 import contextlib
+import fcntl
 import itertools
+import json
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf
+
+from project.errors import UserError
 
 
 def unused_folder(path: str) -> str:
@@ -43,6 +48,29 @@ def _refuse_used(folder: str, *signs: str) -> None:
     if any(Path(folder, sign).exists() for sign in signs):
         # Not by an Exception, of which Hydra would make a warning.
         sys.exit(f"train.py: {folder} already holds a run. Choose another folder.")
+
+
+@contextlib.contextmanager
+def in_use(folder: Path) -> Iterator[None]:
+    """Holds a run's folder for this process.
+
+    Raises:
+        UserError: another holds it.
+    """
+    path = folder / "ranks" / "lock"
+    path.parent.mkdir(exist_ok=True)
+    with path.open("a") as file:  # left there: to remove a lock is a race
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"{shown(folder)} is in use: its run is still going on.") from None
+        yield
+
+
+def read_results(folder: Path) -> dict[str, Any]:
+    """The content of `results.json`, empty if a run has not come to an end."""
+    path = folder / "results.json"
+    return json.loads(path.read_text()) if path.exists() else {}
 
 
 def shown(folder: Path) -> str:

@@ -11,41 +11,80 @@ from project.errors import UserError
 
 
 class EpochSums:
-    """Sums of one epoch on one rank, reduced over ranks once, at its end.
+    """Sums of one epoch on one rank: of losses, of right answers, of images.
 
     Every image counts exactly once, which averages of batch averages do not give. A plain object:
     DDP would overwrite registered buffers with those of rank 0.
-
-    Args:
-        num_classes: for the confusion matrix.
     """
 
-    def __init__(self, num_classes: int, device: torch.device) -> None:
+    def __init__(self, device: torch.device) -> None:
         self.loss = torch.zeros((), dtype=torch.float64, device=device)
-        self.confusion = torch.zeros(num_classes**2, dtype=torch.int64, device=device)
-        self.num_classes = num_classes
+        self.counts = torch.zeros(2, dtype=torch.int64, device=device)
 
     def add(self, losses: Tensor, logits: Tensor, labels: Tensor) -> None:
         """Counts a batch without waiting for the device; (B,), (B, C), (B,)."""
         self.loss += losses.detach().double().sum()
-        cells = labels * self.num_classes + logits.detach().argmax(1)
-        self.confusion.scatter_add_(0, cells, torch.ones_like(cells))
+        self.counts[0] += (logits.detach().argmax(1) == labels).sum()
+        self.counts[1] += len(labels)
 
-    def reduce(self) -> tuple[float, float, int, Tensor]:
-        """Sums over all ranks, which must all call this.
+    def reduce(self) -> tuple[float, float, int]:
+        """Sums over all ranks, which must all call this; changes nothing.
 
         Returns:
-            mean loss, accuracy in [0, 1], number of images, and the confusion matrix (C, C) int64
-            with a row for each true class. Both means are NaN if there were no images.
+            mean loss, accuracy in [0, 1], number of images. Both means are NaN without images.
         """
+        total = self._vector()
         if dist.is_initialized():
-            dist.all_reduce(self.loss)
-            dist.all_reduce(self.confusion)
-        matrix = self.confusion.view(self.num_classes, self.num_classes).cpu()
-        count = int(matrix.sum())
+            dist.all_reduce(total)
+        loss, correct, count = total.tolist()
         if count == 0:
-            return float("nan"), float("nan"), 0, matrix
-        return self.loss.item() / count, int(matrix.trace()) / count, count, matrix
+            return float("nan"), float("nan"), 0
+        return loss / count, correct / count, int(count)
+
+    def gather(self) -> Tensor:
+        """The sums of each rank, (ranks, 3) float64 on the CPU; all ranks must call this."""
+        own = self._vector()
+        if not dist.is_initialized():
+            return own[None].cpu()
+        each = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+        dist.all_gather(each, own)
+        return torch.stack(each).cpu()
+
+    def restore(self, gathered: Tensor) -> None:
+        """Takes up this rank's sums from `gather`, of another number of ranks rank 0 all."""
+        rank, world_size = 0, 1
+        if dist.is_initialized():
+            rank, world_size = dist.get_rank(), dist.get_world_size()
+        if len(gathered) != world_size:
+            gathered = torch.cat([gathered.sum(0, keepdim=True), gathered.new_zeros(rank, 3)])
+        self.loss.fill_(gathered[rank, 0].item())
+        self.counts.copy_(gathered[rank, 1:])
+
+    def _vector(self) -> Tensor:
+        return torch.cat([self.loss[None], self.counts.double()])  # exact below 2**53
+
+
+class Confusion:
+    """Counts of an evaluation on one rank: how often each true class was taken for which.
+
+    Args:
+        num_classes: rows and columns.
+    """
+
+    def __init__(self, num_classes: int, device: torch.device) -> None:
+        self.cells = torch.zeros(num_classes**2, dtype=torch.int64, device=device)
+        self.num_classes = num_classes
+
+    def add(self, logits: Tensor, labels: Tensor) -> None:
+        """Counts a batch without waiting for the device; (B, C), (B,)."""
+        cells = labels * self.num_classes + logits.detach().argmax(1)
+        self.cells.scatter_add_(0, cells, torch.ones_like(cells))
+
+    def reduce(self) -> Tensor:
+        """Over all ranks, which must all call this: (C, C) int64, a row for each true class."""
+        if dist.is_initialized():
+            dist.all_reduce(self.cells)
+        return self.cells.view(self.num_classes, self.num_classes).cpu()
 
 
 class RecentLosses:

@@ -3,7 +3,6 @@
 import contextlib
 import logging
 import os
-import signal
 import sys
 import threading
 import time
@@ -20,9 +19,10 @@ from hydra.errors import InstantiationException
 from omegaconf import DictConfig, OmegaConf
 from tqdm import tqdm
 
+from project import signals
 from project.devices import on_gpu, threads_a_rank
-from project.errors import UserError
-from project.failure import end_with_parent, pid_file, record_failure
+from project.errors import Preempted, RankFailed, UserError
+from project.failure import end_with_parent, pid_file, record_failure, write_preempted
 from project.files import write_json
 
 # Upstream's warnings that do not apply here, by a pattern of how they begin.
@@ -31,6 +31,7 @@ UNFOUNDED = (
     "`isinstance.treespec, LeafSpec.` is deprecated",  # Lightning 2.6.6 on torch 2.14
     "Total length of `list` across ranks is zero",  # data.val_fraction=0 asks for no validation
     "The number of training batches .* is smaller than the logging interval",
+    "You're resuming from a checkpoint that ended before the epoch ended",  # exactly, see resume.py
     "The '.*_dataloader' does not have many workers",  # batches are slices of a mapped array
 )
 
@@ -44,6 +45,9 @@ def run_rank(folder: Path, train: Train, store: dist.Store | None = None) -> Non
 
     Rank 0 writes `results.json`. A failure is left in `ranks/<rank>-<attempt>.json` and raised.
 
+    Raises:
+        Preempted: a signal asked the run to stop, and it has stopped.
+
     Args:
         train: the program, from config and folder to results.
         store: where the ranks meet, if they have met already (under an outside torchrun).
@@ -55,7 +59,8 @@ def run_rank(folder: Path, train: Train, store: dist.Store | None = None) -> Non
     report = folder / "ranks" / f"{rank}-{attempt}"
     report.parent.mkdir(exist_ok=True)
     train_log = folder / "train.log" if rank == 0 else None
-    with pid_file(folder / "ranks" / f"{rank}.pid"), _logging(train_log, report):
+    pid = pid_file(folder / "ranks" / f"{rank}.pid")
+    with pid, _logging(train_log, report), signals.handled():
         try:
             cfg: Any = OmegaConf.load(folder / ".hydra" / "config.yaml")
             _join_group(cfg, store)
@@ -65,6 +70,12 @@ def run_rank(folder: Path, train: Train, store: dist.Store | None = None) -> Non
             if rank == 0:
                 results = {"status": "complete", **results, "seconds": seconds}
                 write_json(folder / "results.json", results)
+        except Preempted as stopped:
+            if rank == 0:
+                log.info("%s", stopped)
+                write_preempted(folder, stopped)
+            _leave_group()
+            raise
         except (Exception, SystemExit) as error:
             # First of all, before the other ranks can notice and fail in their turn.
             record_failure(report, train_log, error, _mistake_behind(error))
@@ -177,13 +188,14 @@ def _leave_group() -> None:
         dist.destroy_process_group()
 
 
-def rank_process(folder: str, train: Train) -> None:
+def rank_process(folder: str, train: Train, attempt: int) -> None:
     """The entry point of a process that the agent starts from the fork server."""
     end_with_parent()
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # the agent passes it on; shells may ignore it
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = str(attempt)
     torch.set_num_threads(threads_a_rank(int(os.environ["LOCAL_WORLD_SIZE"])))
     try:
         run_rank(Path(folder), train)
-    except Exception:
+    except (Exception, Preempted) as error:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # it is on record; the parent shows the first
-        raise
+        # A rank that returned would wait for the agent, which may have been told to end.
+        raise error if isinstance(error, Exception) else RankFailed(str(error)) from None

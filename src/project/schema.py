@@ -23,9 +23,15 @@ TOP_LEVEL: dict[str, Any] = {
     "ckpt_path": str | None,
     "weights": str | None,
     "trusted": list[str],
+    "checkpoint.every_n_steps": int | None,
+    "checkpoint.every_minutes": float | None,
+    "checkpoint.top_k": int,
+    "launch.max_restarts": int,
     "launch.timeout": float,
     "launch.inplace": bool,
 }
+LEAST = {"checkpoint.every_n_steps": 1, "checkpoint.every_minutes": 0, "checkpoint.top_k": 1}
+LEAST |= {"launch.max_restarts": 0}
 # Arguments of the Trainer that train.py gives itself.
 OWN = {"callbacks": "callbacks=...", "logger": "logger=...", "plugins": "code in train.py"}
 OWN |= {"use_distributed_sampler": "nothing", "default_root_dir": "hydra.run.dir=..."}
@@ -41,6 +47,10 @@ def check_knobs(cfg: DictConfig) -> None:
         _check_value(key, OmegaConf.select(cfg, key), hint)
     if not 0 <= cfg.seed < 2**32:
         raise UserError(f"seed={cfg.seed} must lie in [0, 2**32).")
+    for key, least in LEAST.items():
+        value = OmegaConf.select(cfg, key)
+        if value is not None and value < least:
+            raise UserError(f"{key}={value} must be at least {least}.")
     for name in OWN.keys() & cfg.trainer.keys():
         raise UserError(f"trainer.{name} is given by train.py. Use {OWN[name]} instead.")
     strategy = str(cfg.trainer.get("strategy"))

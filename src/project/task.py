@@ -6,6 +6,7 @@ from typing import Any
 import lightning
 import torch
 import torch.nn.functional as F
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -13,7 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from project.augment import seed_from
 from project.datamodule import Batch
 from project.errors import UserError
-from project.losses import EpochSums, RecentLosses
+from project.losses import Confusion, EpochSums, RecentLosses
 from project.optim import decay_weights_only
 
 
@@ -58,6 +59,7 @@ class Classifier(lightning.LightningModule):
         self.metrics: dict[str, float] = {}
         self.confusion: Tensor | None = None
         self.losses = RecentLosses()
+        self._stored_sums: Tensor | None = None
 
     def setup(self, stage: str) -> None:
         """Lets the network initialise itself from training images."""
@@ -81,9 +83,15 @@ class Classifier(lightning.LightningModule):
         scheduler = self.make_scheduler(optimizer, num_steps=num_steps)
         return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
 
+    def on_train_start(self) -> None:
+        """Takes up the sums of an epoch that goes on."""
+        self.on_train_epoch_start()
+        if self._stored_sums is not None:
+            self._train_sums.restore(self._stored_sums)
+
     def on_train_epoch_start(self) -> None:
         """Begins the epoch's sums."""
-        self._train_sums = EpochSums(self.num_classes, self.device)
+        self._train_sums = EpochSums(self.device)
 
     def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
         """Makes dropout and its like a function of (seed, step, rank)."""
@@ -104,15 +112,28 @@ class Classifier(lightning.LightningModule):
         """Publishes train/loss and train/acc."""
         self._publish("train", self._train_sums)
 
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Adds what an epoch has measured so far; all ranks take part."""
+        checkpoint["epoch_sums"] = self._train_sums.gather()
+        checkpoint["epoch_metrics"] = dict(self.metrics)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Takes it up."""
+        if self.trainer.state.fn == TrainerFn.FITTING:
+            self._stored_sums = checkpoint["epoch_sums"]
+            self.metrics |= checkpoint["epoch_metrics"]
+
     def on_validation_epoch_start(self) -> None:
         """Begins the evaluation's sums."""
-        self._eval_sums = EpochSums(self.num_classes, self.device)
+        self._eval_sums = EpochSums(self.device)
+        self._confusion = Confusion(self.num_classes, self.device)
 
     def validation_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Scores a batch, which may hold no images; returns its logits."""
         images, labels, _ = batch
         logits = self.net(images)
         self._eval_sums.add(F.cross_entropy(logits, labels, reduction="none"), logits, labels)
+        self._confusion.add(logits, labels)
         return logits
 
     def on_validation_epoch_end(self) -> None:
@@ -127,9 +148,9 @@ class Classifier(lightning.LightningModule):
         self.metrics["test/count"] = self._publish("test", self._eval_sums)
 
     def _publish(self, stage: str, sums: EpochSums) -> int:
-        loss, accuracy, count, matrix = sums.reduce()
+        loss, accuracy, count = sums.reduce()
         if stage != "train":
-            self.confusion = matrix
+            self.confusion = self._confusion.reduce()
         values = {f"{stage}/loss": loss, f"{stage}/acc": accuracy}
         self.metrics |= values
         # For other people's callbacks. Already reduced: no sync_dist, which would average again.

@@ -1,0 +1,122 @@
+"""`resume=FOLDER`: the run in a folder, its own config, values of the command line on top."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import DictConfig, OmegaConf
+
+from project.checkpoint import LAST
+from project.devices import num_local_ranks
+from project.errors import UserError
+from project.files import write_atomically
+from project.folder import read_results
+from project.schema import check_knobs
+
+
+def resumed(words: list[str]) -> Path | None:
+    """The folder that a command line asks to go on with, None if it composes a new run.
+
+    Raises:
+        UserError: the folder holds no run, or the words beside it are no values.
+    """
+    given = [word.partition("=")[2] for word in words if word.startswith("resume=")]
+    if not given or {"--help", "-h"} & {*words}:
+        return None
+    folder = Path(given[-1].strip("'\""))
+    if options := [word for word in words if word.startswith("-")]:
+        raise UserError(f"resume={folder} takes values only, not {options[0]}.")
+    if (folder / "multirun.yaml").exists():
+        raise UserError(f"resume={folder} is a sweep. Give one of its jobs: resume={folder}/0")
+    if not (folder / ".hydra" / "config.yaml").exists():
+        there = "holds no run" if folder.is_dir() else "is not there"
+        raise UserError(f"resume={folder}: this folder {there}.")
+    return folder.absolute()
+
+
+def take_up(folder: Path, words: list[str], groups: Path) -> Callable[[], None] | None:
+    """Makes a folder ready to go on with the values of a command line.
+
+    Args:
+        groups: folder of the config groups.
+
+    Returns:
+        what takes this back, as long as no checkpoint has been written since; None if the run is
+        complete and the values ask for no further step: then no byte has changed.
+
+    Raises:
+        UserError: a value cannot be.
+    """
+    path = folder / ".hydra" / "config.yaml"
+    then: Any = OmegaConf.load(path)
+    words = [word for word in words if not word.startswith("resume=")]
+    now = _with_values(then, words, groups)
+    check_knobs(now)
+    num_local_ranks(now.trainer)
+    results = read_results(folder)
+    if results.get("status") == "complete" and not _asks_for_more(then, now, results, folder):
+        return None
+    overrides = folder / ".hydra" / "overrides.yaml"
+    files = [path, overrides, folder / "results.json"]
+    before = {file: file.read_bytes() for file in files if file.exists()}
+    last = folder / LAST
+    written = last.stat().st_mtime_ns if last.exists() else None
+
+    def undo() -> None:
+        if (last.stat().st_mtime_ns if last.exists() else None) == written:
+            for file, content in before.items():
+                write_atomically(file, lambda part, content=content: part.write(content))
+
+    if words:
+        earlier = OmegaConf.load(overrides) if overrides.exists() else []
+        for file, content in (path, now), (overrides, OmegaConf.create([*earlier, *words])):
+            text = OmegaConf.to_yaml(content).encode()
+            write_atomically(file, lambda part, text=text: part.write(text))
+    (folder / "results.json").unlink(missing_ok=True)
+    return undo
+
+
+def _with_values(then: DictConfig, words: list[str], groups: Path) -> DictConfig:
+    overrides = OverridesParser.create().parse_overrides(words)
+    for override in overrides:
+        key = override.key_or_group
+        if (groups / key).is_dir():
+            raise UserError(
+                f"{override.input_line}: resume keeps the choices of the run. Give values, such "
+                f"as {key}.NAME=VALUE, or begin a new run (weights=FILE, ckpt_path=FILE)."
+            )
+        if key.partition(".")[0] == "hydra" or override.is_sweep_override():
+            raise UserError(f"{override.input_line} is for new runs, resume goes on with one.")
+    now = then.copy()
+    OmegaConf.set_struct(now, True)
+    ConfigLoaderImpl._apply_overrides_to_config(overrides, now)
+    OmegaConf.set_struct(now, False)
+    return now
+
+
+def _asks_for_more(
+    then: DictConfig, now: DictConfig, results: dict[str, Any], folder: Path
+) -> bool:
+    """Whether a complete run has steps left to train, or a test to take, under its new config."""
+    if not now.fit:
+        return False
+    if now.test and "test/acc" not in results:
+        return True
+    (epochs_then, steps_then), (epochs, steps) = _limits(then), _limits(now)
+    if epochs <= epochs_then and steps <= steps_then:
+        return False
+    if not (folder / LAST).exists():
+        raise UserError(f"{folder} has no checkpoints/last.ckpt to go on from.")
+    stored = torch.load(folder / LAST, map_location="cpu", weights_only=True, mmap=True)
+    record = stored["callbacks"]["RunRecord"]
+    done = len(record["history"]) - record["is_cut"]
+    return done < epochs and stored["global_step"] < steps
+
+
+def _limits(cfg: DictConfig) -> tuple[float, float]:
+    limits = cfg.trainer.get("max_epochs"), cfg.trainer.get("max_steps")
+    epochs, steps = (float("inf") if n is None or n < 0 else n for n in limits)
+    return epochs, steps

@@ -1,0 +1,97 @@
+"""Programs of a rank: many trainings in one set of processes, since starting those takes longest.
+
+Each is a Train, see project.rank; what it returns is in the `results.json` of its folder.
+"""
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+from train import train
+
+from project import agreement, signals
+from project.errors import Preempted
+from project.files import write_json
+
+CONF = str(Path(__file__).parents[1] / "conf")
+
+
+def composed(*overrides: str) -> Any:
+    with initialize_config_dir(CONF, version_base="1.3"):
+        return compose("train", [*overrides])
+
+
+def training(folder: Path, *overrides: str) -> None:
+    """One attempt at a run, to its end or to a request to stop, as run_rank makes it."""
+    (folder / "ranks").mkdir(parents=True, exist_ok=True)
+    with signals.handled():
+        try:
+            results = train(composed(*overrides), folder)
+        except Preempted:
+            return
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        write_json(folder / "results.json", results)
+
+
+def interrupted(cfg: Any, folder: Path) -> dict[str, Any]:
+    """Runs each of `cfg.cases` undisturbed, and stopped at each of its steps and taken up again.
+
+    Returns:
+        what differs, by case and step.
+    """
+    agreement.SECONDS_BETWEEN = 0.0  # agrees after each step
+    found: dict[str, Any] = {}
+    for name, case in cfg.cases.items():
+        words = [*cfg.words, *case.words]
+        training(folder / name / "whole", *words)
+        for step in case.steps:
+            stop = ["+callbacks.asks._target_=faults.Asks", f"+callbacks.asks.step={step}"]
+            training(folder / name / str(step), *words, *stop)
+            assert not (folder / name / str(step) / "results.json").exists(), (name, step)
+            training(folder / name / str(step), *words)
+            if not dist.is_initialized() or dist.get_rank() == 0:
+                found[f"{name} at {step}"] = differences(
+                    folder / name / "whole", folder / name / str(step)
+                )
+    return found
+
+
+def differences(a: Path, b: Path) -> list[str]:
+    """Which of the things that a run leaves differ in a bit; times aside."""
+    found = [name for name in ("results.json", "metrics.csv") if _text(a / name) != _text(b / name)]
+    for name in "last.ckpt", "best.ckpt", "model.pt":
+        paths = a / "checkpoints" / name, b / "checkpoints" / name
+        if len({path.exists() for path in paths}) > 1:
+            found.append(name)
+        elif paths[0].exists():
+            one, other = (torch.load(path, weights_only=True) for path in paths)
+            found += [f"{name} {key}" for key in _leaves_that_differ(one, other)]
+    return found
+
+
+def _text(path: Path) -> Any:
+    if path.suffix == ".csv":
+        with path.open() as file:
+            return list(csv.reader(file))
+    return json.loads(path.read_text()) | {"seconds": None}
+
+
+def _leaves_that_differ(a: Any, b: Any, key: str = "") -> list[str]:
+    if isinstance(a, dict) and isinstance(b, dict):
+        keys = [name for name in {**a, **b} if name not in ("config", "loops")]
+        return [
+            leaf
+            for name in keys
+            for leaf in _leaves_that_differ(a.get(name), b.get(name), f"{key}.{name}")
+        ]
+    if isinstance(a, list) and isinstance(b, list) and len(a) == len(b):
+        pairs = enumerate(zip(a, b, strict=True))
+        return [leaf for i, (x, y) in pairs for leaf in _leaves_that_differ(x, y, f"{key}.{i}")]
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        return [] if torch.equal(a, b) else [key]
+    return [] if a == b else [key]
