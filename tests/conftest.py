@@ -108,7 +108,27 @@ def run_here(working_folder: Path) -> Callable[..., Path]:
 @pytest.fixture
 def job(run_here: Callable[..., Path], tmp_path: Path) -> Callable[..., Path]:
     """The same in a folder of the test's own."""
-    return lambda *overrides, name="run": run_here(tmp_path / name, *overrides)
+
+    def job(*overrides: str, name: str = "run") -> Path:
+        return run_here(tmp_path / name, *overrides)
+
+    job.folder = tmp_path  # type: ignore[attr-defined]
+    return job
+
+
+@pytest.fixture(scope="session")
+def torchrun(command: Callable[..., Run], tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A run on two ranks that torchrun started, in the tutorial's own form: folder and output."""
+    folder = tmp_path_factory.mktemp("torchrun") / "run"
+    place = ["--nnodes=1", "--node_rank=0", "--master_addr=localhost", "--master_port=12355"]
+    launcher = ["torchrun", "--nproc_per_node=2", *place, "train.py"]
+    return folder, command(*launcher, *TINY, f"hydra.run.dir={folder}")
+
+
+@pytest.fixture
+def two_ranks(torchrun: Any) -> Path:
+    """Its folder."""
+    return torchrun[0]
 
 
 @pytest.fixture(scope="session")

@@ -3,25 +3,38 @@
 import os
 import signal
 import warnings
+from pathlib import Path
 
 from lightning.pytorch.callbacks import Callback
 
+from project import agreement
+from project.errors import UserError
+
 
 class Fault(Callback):
-    """Fails on `rank` after `step` steps: how = exception | kill | vanish."""
+    """Fails on `rank` after each of `steps`: how = exception | kill | vanish.
 
-    def __init__(self, rank: int, step: int, how: str) -> None:
-        self.rank, self.step, self.how = rank, step, how
+    once: only the first time that the run comes there.
+    """
+
+    def __init__(self, rank: int, steps: list[int], how: str, once: bool = False) -> None:
+        self.rank, self.steps, self.how, self.once = rank, steps, how, once
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
-        if trainer.global_rank == self.rank and trainer.global_step == self.step:
-            getattr(self, self.how)()
+        if trainer.global_rank == self.rank and trainer.global_step in self.steps:
+            struck = Path(trainer.default_root_dir) / "ranks" / f"struck-{trainer.global_step}"
+            if not (self.once and struck.exists()):
+                struck.touch()
+                getattr(self, self.how)()
 
     def exception(self) -> None:
         raise ArithmeticError("injected")
 
     def kill(self) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
+
+    def mistake(self) -> None:
+        raise UserError("injected")
 
     def vanish(self) -> None:
         os._exit(0)
@@ -61,6 +74,7 @@ class Asks(Callback):
 
     def __init__(self, step: int, number: int = signal.SIGTERM) -> None:
         self.step, self.number = step, number
+        agreement.SECONDS_BETWEEN = 0.0  # the ranks speak after each step
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
         is_last = trainer.global_rank == trainer.world_size - 1

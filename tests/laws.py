@@ -11,10 +11,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from hydra import compose, initialize_config_dir
-from omegaconf import OmegaConf
 from train import train
 
-from project import agreement, signals
+from project import signals
 from project.errors import Preempted
 from project.files import write_json
 
@@ -44,7 +43,6 @@ def interrupted(cfg: Any, folder: Path) -> dict[str, Any]:
     Returns:
         what differs, by case and step.
     """
-    agreement.SECONDS_BETWEEN = 0.0  # agrees after each step
     found: dict[str, Any] = {}
     for name, case in cfg.cases.items():
         words = [*cfg.words, *case.words]
@@ -83,7 +81,7 @@ def _text(path: Path) -> Any:
 
 def _leaves_that_differ(a: Any, b: Any, key: str = "") -> list[str]:
     if isinstance(a, dict) and isinstance(b, dict):
-        keys = [name for name in {**a, **b} if name not in ("config", "loops")]
+        keys = [name for name in {**a, **b} if name not in ("config", "loops", "num_steps")]
         return [
             leaf
             for name in keys

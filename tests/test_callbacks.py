@@ -1,55 +1,32 @@
-"""Checkpoints and history, without training."""
+"""Checkpoint files, without training."""
 
-import csv
+import inspect
 import os
 import pickle
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.trainer.states import TrainerFn
 
-from project.callbacks import PlainCheckpointIO, RunRecord
+from project.callbacks import PlainCheckpointIO
+from project.errors import UserError
 from project.files import write_atomically
+from project.keep import Best
 
 NAN = float("nan")
 
 
-class FakeTrainer:
-    """A Trainer whose checkpoints are plain files that hold the step."""
-
-    state = SimpleNamespace(fn=TrainerFn.FITTING)
-    sanity_checking, is_global_zero = False, True
-
-    def __init__(self) -> None:
-        self.current_epoch, self.global_step = -1, 0
-        progress = SimpleNamespace(is_last_batch=True)
-        self.fit_loop = SimpleNamespace(epoch_loop=SimpleNamespace(batch_progress=progress))
-
-    def save_checkpoint(self, path: Path) -> None:
-        state = {"state_dict": {"net.w": torch.tensor(self.global_step)}}
-        PlainCheckpointIO().save_checkpoint(state, path)
-
-
-def train(record: RunRecord, accuracies: list[float | None]) -> None:
-    """Goes through the hooks of epochs of 10 steps with these val/acc."""
-    trainer: Any = FakeTrainer()
-    module: Any = SimpleNamespace(metrics={}, losses=SimpleNamespace(check=lambda trainer: None))
-    for accuracy in accuracies:
-        trainer.current_epoch += 1
-        trainer.global_step += 10
-        if accuracy is not None:
-            module.metrics |= {"val/loss": 1 - accuracy, "val/acc": accuracy}
-            record.on_validation_end(trainer, module)
-        module.metrics |= {"train/loss": 0.5, "train/acc": 0.5}
-        record.on_train_epoch_end(trainer, module)
-    record.on_train_end(trainer, module)
+def train(best: Best, accuracies: list[float]) -> None:
+    """Saves after each of these val/acc, at steps 10, 20, ..."""
+    for number, accuracy in enumerate(accuracies, 1):
+        last = best.folder / "last.ckpt"
+        PlainCheckpointIO().save_checkpoint({"global_step": 10 * number}, last)
+        if entry := best.enter({"step": 10 * number, "val/acc": accuracy}):
+            best.link(entry, last)
 
 
 def step_of(path: Path) -> int:
-    return int(torch.load(path, weights_only=True)["state_dict"]["net.w"])
+    return torch.load(path, weights_only=True)["global_step"]
 
 
 @pytest.mark.parametrize(
@@ -57,51 +34,78 @@ def step_of(path: Path) -> int:
     [([0.1, 0.9, 0.2], 20), ([0.5, 0.7, 0.7], 20), ([NAN, 0.1, NAN], 20), ([0.0, NAN], 10)],
 )
 def test_best_is_the_highest_the_first_on_ties_and_never_nan(tmp_path, accuracies, best_step):
-    record = RunRecord(tmp_path)
-    train(record, accuracies)
-    assert step_of(tmp_path / "checkpoints/best.ckpt") == best_step
-    assert step_of(tmp_path / "checkpoints/last.ckpt") == 10 * len(accuracies)
-    assert record.best["val/acc"] == accuracies[best_step // 10 - 1]
-    assert int(torch.load(tmp_path / "checkpoints/model.pt")["w"]) == best_step
+    best = Best(tmp_path, size=1)
+    train(best, accuracies)
+    assert step_of(tmp_path / "best.ckpt") == best_step
+    assert step_of(tmp_path / "last.ckpt") == 10 * len(accuracies)
+    assert step_of(tmp_path / "previous.ckpt") == 10 * len(accuracies) - 10
+    assert [entry["step"] for entry in best.entries] == [best_step]
 
 
-def test_without_validation_the_last_is_chosen(tmp_path):
-    record = RunRecord(tmp_path)
-    train(record, [None, None])
-    assert record.chosen_path == tmp_path / "checkpoints/last.ckpt"
-    assert not (tmp_path / "checkpoints/best.ckpt").exists()
-    assert int(torch.load(tmp_path / "checkpoints/model.pt")["w"]) == 20
+def test_nan_alone_is_no_best(tmp_path):
+    best = Best(tmp_path, size=1)
+    train(best, [NAN, NAN])
+    assert not best.entries
+    assert not best.path.exists()
 
 
-def test_validation_inside_an_epoch_saves_its_best_at_once(tmp_path):
-    record, trainer = RunRecord(tmp_path), FakeTrainer()
-    trainer.global_step = 5
-    trainer.fit_loop.epoch_loop.batch_progress.is_last_batch = False
-    metrics = {"val/loss": 0.1, "val/acc": 0.9}
-    module: Any = SimpleNamespace(
-        metrics=metrics, losses=SimpleNamespace(check=lambda trainer: None)
-    )
-    record.on_validation_end(trainer, module)  # type: ignore[arg-type]
-    assert step_of(tmp_path / "checkpoints/best.ckpt") == 5
+def test_the_best_three_are_kept_under_their_accuracy_and_step(tmp_path):
+    train(Best(tmp_path, size=3), [0.5, 0.2, 0.9, 0.3, 0.9, 0.1])
+    names = {path.name: step_of(path) for path in tmp_path.glob("acc-*")}
+    assert names == {
+        "acc-0.5000-step-10.ckpt": 10,
+        "acc-0.9000-step-30.ckpt": 30,
+        "acc-0.9000-step-50.ckpt": 50,
+    }
+    assert step_of(tmp_path / "best.ckpt") == 30
 
 
-def test_the_history_has_a_row_an_epoch_with_every_digit(tmp_path):
-    train(RunRecord(tmp_path), [0.1 + 0.2, None])
-    with (tmp_path / "metrics.csv").open() as file:
-        rows = list(csv.DictReader(file))
-    assert [row["step"] for row in rows] == ["10", "20"]
-    assert [row["val/acc"] for row in rows] == [repr(0.1 + 0.2), ""]
+@pytest.mark.parametrize("size", [1, 2])
+def test_another_folder_takes_up_the_best_files_that_are_still_there(tmp_path, size, caplog):
+    best, other = Best(tmp_path / "a", size), Best(tmp_path / "b", size)
+    train(best, [0.3, 0.9, 0.5])
+    other.entries, other_step = [*best.entries], step_of(tmp_path / "a/last.ckpt")
+    other.folder.mkdir()
+    other.adopt(tmp_path / "a/last.ckpt", writes=True)
+    assert other_step == 30
+    assert other.entries == best.entries
+    assert step_of(other.path) == 20
+    best.path.unlink()
+    (tmp_path / "a/acc-0.9000-step-20.ckpt").unlink(missing_ok=True)
+    other.adopt(tmp_path / "a/last.ckpt", writes=True)
+    assert [entry["step"] for entry in other.entries] == ([30] if size == 2 else [])
+    assert "step [20]" in caplog.text
 
 
-def test_the_record_travels_in_a_checkpoint(tmp_path):
-    record, other = RunRecord(tmp_path / "a"), RunRecord(tmp_path / "b")
-    train(record, [0.3, 0.9])
-    (tmp_path / "b" / "checkpoints").mkdir(parents=True)
-    record.best_path.rename(other.best_path)
-    other.load_state_dict(record.state_dict())
-    train(other, [0.5])
-    assert [row["val/acc"] for row in other.history] == [0.3, 0.9, 0.5]
-    assert other.best["val/acc"] == 0.9
+def test_the_older_goes_only_after_the_newer_is_safely_there(tmp_path, monkeypatch):
+    """A kill between any two of these leaves a last or a previous that is whole."""
+    io, path = PlainCheckpointIO(), tmp_path / "last.ckpt"
+    for step in 10, 20:
+        io.save_checkpoint({"global_step": step}, path)
+    seen = []
+
+    def look(number: int) -> None:
+        seen.append([step_of(tmp_path / f"{name}.ckpt") for name in ("last", "previous")])
+
+    monkeypatch.setattr(os, "fsync", look)
+    io.save_checkpoint({"global_step": 30}, path)
+    assert seen == [[20, 10]]
+    assert [step_of(tmp_path / f"{name}.ckpt") for name in ("last", "previous")] == [30, 20]
+
+
+def test_what_the_one_agreement_replaces_is_still_there_upstream():
+    """RunRecord.setup puts attributes in the place of these methods of Lightning."""
+    from lightning.pytorch.loops.fit_loop import _FitLoop
+    from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
+    from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
+
+    assert callable(_TrainingEpochLoop._broadcast_sigterm_tensor)
+    assert callable(_SignalConnector.register_signal_handlers)
+    assert callable(_FitLoop._iteration_based_training)
+    source = inspect.getsource(_TrainingEpochLoop.advance)
+    assert "self._broadcast_sigterm_tensor()" in source
+    assert "_sigterm_notifier_fn" in inspect.getsource(_SignalConnector.register_signal_handlers)
+    assert "self._iteration_based_training()" in inspect.getsource(_FitLoop.on_run_start)
 
 
 def test_a_file_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
@@ -120,7 +124,7 @@ def test_a_write_that_fails_leaves_the_earlier_file_and_no_part(tmp_path):
         file.write(b"half")
         raise OSError("disk full")
 
-    with pytest.raises(OSError, match="disk full"):
+    with pytest.raises(UserError, match=r"last.ckpt cannot be written: disk full\."):
         write_atomically(path, fail)
     assert PlainCheckpointIO().load_checkpoint(path) == {"step": 1}
     assert list(tmp_path.iterdir()) == [path]

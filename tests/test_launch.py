@@ -112,15 +112,6 @@ def _open_files(pid: int) -> str:
         return ""
 
 
-@pytest.fixture(scope="module")
-def torchrun(command, tmp_path_factory):
-    """A run on two ranks that torchrun started, in the tutorial's own form: folder and output."""
-    folder = tmp_path_factory.mktemp("torchrun") / "run"
-    place = ["--nnodes=1", "--node_rank=0", "--master_addr=localhost", "--master_port=12355"]
-    launcher = ["torchrun", "--nproc_per_node=2", *place, "train.py"]
-    return folder, command(*launcher, *TINY, f"hydra.run.dir={folder}")
-
-
 def test_torchrun_trains_in_one_run_folder(torchrun):
     folder, done = torchrun
     assert done.returncode == 0, done.stderr
@@ -201,7 +192,9 @@ def test_the_test_scores_the_best_checkpoint_not_the_last(alone, working_folder)
     ],
 )
 def test_the_first_failing_rank_ends_the_job_and_is_named(command, tmp_path, how, rank, reason):
-    fault = [f"+callbacks.fault.{k}={v}" for k, v in {"rank": rank, "step": 5, "how": how}.items()]
+    fault = [
+        f"+callbacks.fault.{k}={v}" for k, v in {"rank": rank, "steps": "[5]", "how": how}.items()
+    ]
     more = ["+callbacks.fault._target_=faults.Fault", *fault, f"hydra.run.dir={tmp_path}/run"]
     done = command("python", "train.py", *TINY, *more)
     assert done.returncode == 1
@@ -239,9 +232,10 @@ def test_no_process_outlives_the_one_that_was_started(start, tmp_path, number, s
         assert time.monotonic() < until, f"still there: {alive(processes)}"
         time.sleep(0.05)
     if number != signal.SIGKILL:
-        reason = f"stopped by {number.name}"
-        assert outcome(folder) == {"status": "failed", "reason": reason}
-        assert errors.startswith(f"train.py: {reason}")
+        results = outcome(folder)
+        assert results["status"] == "preempted"
+        assert results["reason"].startswith(f"stopped by {number.name} at step ")
+        assert errors.startswith(f"train.py: {results['reason']}. Go on with: ")
 
 
 def family(pid: int) -> list[int]:
@@ -283,7 +277,8 @@ def in_place(folder: Path, train, **trainer) -> dict:
     names = ["fit", "test", "compile", "ckpt_path", "weights", "trusted", "label_smoothing"]
     values = [True, False, False, None, None, [], 0]
     config = {"seed": 0} | dict(zip(names, values, strict=True))
-    config["launch"] = {"inplace": trainer.pop("inplace", True), "timeout": 60}
+    config["launch"] = {"inplace": trainer.pop("inplace", True), "timeout": 60, "max_restarts": 0}
+    config["checkpoint"] = {"every_n_steps": None, "every_minutes": None, "top_k": 1}
     config["trainer"] = {"accelerator": "cpu", "devices": 1, "num_nodes": 1, **trainer}
     OmegaConf.save(OmegaConf.create(config), folder / ".hydra" / "config.yaml")
     return run(folder, train)

@@ -1,17 +1,33 @@
 """Going on is as good as never having stopped."""
 
+import csv
+import json
+import os
+import resource
+import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from hydra.errors import ConfigCompositionException
 from omegaconf import OmegaConf
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from train import train
 
-from conftest import TINY
-from laws import interrupted
+from conftest import REPOSITORY, TINY
+from laws import differences, interrupted
+from project.checkpoint import begun
+from project.errors import RankFailed, UserError
+from project.failure import StepFile, check_progress
+from project.folder import in_use
 from project.launch import run
+from project.resume import resumed, take_up
 
-WORDS = [word for word in TINY if "max_steps" not in word and "_target_" not in word]
-WORDS += ["model._target_=toy.Rich", "logger=none", "trainer.max_epochs=3", "data.augment.cutout=4"]
+GROUPS = REPOSITORY / "conf"
+SHORT = [word for word in TINY if "max_steps" not in word and "_target_" not in word]
+SHORT += ["model._target_=toy.Rich", "logger=none", "data.augment.cutout=4"]
 
 # 9 optimizer steps an epoch
 CASES: dict[str, Any] = {
@@ -44,23 +60,422 @@ CASES: dict[str, Any] = {
 }
 
 
-def run_laws(folder: Path, train, num_ranks: int, **config: Any) -> dict[str, Any]:
-    """Runs a Train of laws.py on so many ranks; returns its results."""
+FEW = {
+    "plain": [5, 9, 18],
+    "accumulation": [5],
+    "validation inside": [4, 5],
+    "cut by max_steps": [9, 13],
+    "early stop": [12],
+}
+
+
+def stopped_and_taken_up(folder: Path, num_ranks: int, few: dict[str, list[int]] | None) -> Any:
+    """What differs from the undisturbed run, by case and step."""
+    cases = {name: {"words": [], **case} for name, case in CASES.items()}
+    if few:
+        cases = {name: {**cases[name], "steps": steps} for name, steps in few.items()}
     (folder / ".hydra").mkdir(parents=True)
-    names = "fit test compile ckpt_path weights trusted label_smoothing seed".split()
+    names = ["fit", "test", "compile", "ckpt_path", "weights", "trusted", "label_smoothing", "seed"]
+    config: dict[str, Any] = {"cases": cases, "words": [*SHORT, f"trainer.devices={num_ranks}"]}
     config |= dict(zip(names, [True, False, False, None, None, [], 0, 0], strict=True))
     config["launch"] = {"inplace": num_ranks == 1, "timeout": 60, "max_restarts": 0}
     config["checkpoint"] = {"every_n_steps": None, "every_minutes": None, "top_k": 1}
     config["trainer"] = {"accelerator": "cpu", "devices": num_ranks, "num_nodes": 1}
     OmegaConf.save(OmegaConf.create(config), folder / ".hydra" / "config.yaml")
-    return run(folder, train)
+    return {name: what for name, what in run(folder, interrupted).items() if " at " in name}
 
 
-def test_stopped_anywhere_and_taken_up_one_rank_ends_in_the_same_bits(
-    tmp_path, working_folder, monkeypatch
+# The laws
+
+
+def test_stopped_and_taken_up_a_run_ends_in_the_same_bits(tmp_path, working_folder, monkeypatch):
+    monkeypatch.chdir(working_folder)
+    found = stopped_and_taken_up(tmp_path / "run", 1, FEW)
+    assert found == {name: [] for name in found}
+    assert len(found) == sum(map(len, FEW.values()))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_so_it_does_stopped_anywhere_on_any_number_of_ranks(
+    tmp_path, working_folder, monkeypatch, num_ranks
 ):
     monkeypatch.chdir(working_folder)
-    cases = {name: {"words": [], **case} for name, case in CASES.items()}
-    found = run_laws(tmp_path, interrupted, 1, cases=cases, words=[*WORDS, "trainer.devices=1"])
-    found = {name: what for name, what in found.items() if " at " in name}
-    assert found == dict.fromkeys(found, [])
+    monkeypatch.setenv("PYTHONPATH", f"{REPOSITORY}/src:{REPOSITORY}/tests:{REPOSITORY}")
+    found = stopped_and_taken_up(tmp_path / "run", num_ranks, None)
+    assert found == {name: [] for name in found}
+    assert len(found) == sum(len(case["steps"]) for case in CASES.values())
+
+
+def test_ranks_killed_and_started_afresh_end_in_the_same_bits(command, two_ranks, tmp_path):
+    fault = {"_target_": "faults.Fault", "rank": 1, "steps": "[5,11]", "how": "kill", "once": True}
+    more = [f"+callbacks.fault.{key}={value}" for key, value in fault.items()]
+    more += ["launch.max_restarts=2", "checkpoint.every_n_steps=4", f"hydra.run.dir={tmp_path}/run"]
+    done = command("python", "train.py", *TINY, *more)
+    assert done.returncode == 0, done.stderr
+    assert [line.split(". ")[-1] for line in done.stderr.splitlines()] == [
+        "Restart 1 of 2.",
+        "Restart 2 of 2.",
+    ]
+    assert "going on from step 4 of 12" in done.stdout
+    assert "going on from step 9 of 12" in done.stdout
+    assert differences(two_ranks, tmp_path / "run") == []
+    assert {path.name for path in (tmp_path / "run/ranks").glob("*-*.log")} == {
+        "1-0.log",
+        "1-1.log",
+        "1-2.log",
+    }
+
+
+def test_one_rank_asked_to_stop_stops_all_and_resume_ends_in_the_same_bits(
+    command, two_ranks, tmp_path
+):
+    asks = ["+callbacks.asks._target_=faults.Asks", "+callbacks.asks.step=5"]
+    done = command("python", "train.py", *TINY, *asks, f"hydra.run.dir={tmp_path}/run")
+    assert done.returncode == 143
+    where = "stopped by SIGTERM at step 5, saved"
+    assert done.stderr.startswith(f"train.py: {where}. Go on with: python train.py resume=")
+    assert outcome(tmp_path / "run") == {"status": "preempted", "reason": where, "signal": 15}
+    done = command("python", "train.py", f"resume={tmp_path}/run", "~callbacks.asks")
+    assert done.returncode == 0, done.stderr
+    assert "going on from step 5 of 12" in done.stdout
+    assert differences(two_ranks, tmp_path / "run") == []
+
+
+@pytest.mark.slow
+def test_an_outside_torchrun_restarts_in_the_same_folder(command, two_ranks, tmp_path):
+    fault = {"_target_": "faults.Fault", "rank": 1, "steps": "[5,11]", "how": "kill", "once": True}
+    more = [f"+callbacks.fault.{key}={value}" for key, value in fault.items()]
+    more += ["checkpoint.every_n_steps=4", f"hydra.run.dir={tmp_path}/run"]
+    launcher = ["torchrun", "--nproc-per-node=2", "--max-restarts=3", "train.py"]
+    done = command(*launcher, *TINY, *more, timeout=200)
+    assert done.returncode == 0, done.stderr
+    assert differences(two_ranks, tmp_path / "run") == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["exception", "mistake"])
+def test_an_outside_torchrun_does_not_repeat_a_failure_for_ever(command, tmp_path, how):
+    fault = {"_target_": "faults.Fault", "rank": 1, "steps": "[5]", "how": how}
+    more = [f"+callbacks.fault.{key}={value}" for key, value in fault.items()]
+    launcher = ["torchrun", "--nproc-per-node=2", "--max-restarts=4", "train.py"]
+    done = command(*launcher, *TINY, *more, f"hydra.run.dir={tmp_path}/run", timeout=200)
+    assert done.returncode == 1
+    struck = len(list((tmp_path / "run/ranks").glob("1-*.log")))
+    assert struck == (1 if how == "mistake" else 2), done.stderr
+
+
+def outcome(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "results.json").read_text())
+
+
+def history(folder: Path) -> list[dict[str, str]]:
+    with (folder / "metrics.csv").open() as file:
+        return list(csv.DictReader(file))
+
+
+def stop_at(step: int) -> list[str]:
+    return ["+callbacks.asks._target_=faults.Asks", f"+callbacks.asks.step={step}"]
+
+
+# A run is its folder
+
+
+@pytest.fixture
+def go_on(working_folder, monkeypatch):
+    """`resume=folder words...` on one rank in this process: the results, None if complete."""
+    monkeypatch.chdir(working_folder)
+
+    def go_on(folder: Path, *words: str) -> dict[str, Any] | None:
+        undo = take_up(folder, [*words], GROUPS)
+        if undo is None:
+            return None
+        try:
+            return run(folder, train)
+        except UserError:
+            undo()
+            raise
+
+    return go_on
+
+
+@pytest.fixture
+def half(job):
+    """A run of 18 steps that was asked to stop after the fifth."""
+
+    def half(*words: str, name: str = "half") -> Path:
+        with pytest.raises(BaseException, match="at step 5, saved"):
+            job(*SHORT, "trainer.max_epochs=2", "test=false", *words, *stop_at(5), name=name)
+        return Path(job.folder, name)
+
+    return half
+
+
+@pytest.fixture
+def whole(job) -> Path:
+    return job(*SHORT, "trainer.max_epochs=2", "test=false", name="whole")
+
+
+def content(folder: Path) -> dict[Path, tuple[bytes, float]]:
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    return {path: (path.read_bytes(), path.stat().st_mtime) for path in files}
+
+
+def test_a_complete_run_is_left_alone_to_the_byte(whole, go_on):
+    before = content(whole)
+    for words in [], ["trainer.max_epochs=2"], ["trainer.max_epochs=1"], ["trainer.max_steps=18"]:
+        assert go_on(whole, *words) is None
+    assert content(whole) == before
+    assert run(whole, train) == outcome(whole)
+
+
+def test_more_epochs_are_as_if_they_had_been_asked_for_at_once(job, go_on):
+    """Without a schedule, which would have been another."""
+    words = [*SHORT, "scheduler=constant", "test=false"]
+    longer = job(*words, "trainer.max_epochs=3", name="longer")
+    cut = job(*words, "trainer.max_epochs=3", "trainer.max_steps=13", name="cut")
+    short = job(*words, "trainer.max_epochs=1", name="short")
+    go_on(short, "trainer.max_epochs=3")
+    go_on(cut, "trainer.max_steps=-1")
+    assert differences(longer, short) == []
+    assert differences(longer, cut) == []
+
+
+def test_a_test_can_be_asked_for_later(whole, go_on):
+    results = go_on(whole, "test=true")
+    assert results["test/count"] == 101
+    assert results["epochs"] == 2
+
+
+def test_a_schedule_for_more_steps_stands_where_it_would_have_stood(whole, go_on, job):
+    longer = job(*SHORT, "trainer.max_epochs=3", "test=false", "optimizer.lr=0.05", name="longer")
+    go_on(whole, "trainer.max_epochs=3", "optimizer.lr=0.05")
+    for key in "lr_schedulers", "optimizer_states":
+        one, other = (
+            torch.load(folder / "checkpoints/last.ckpt", weights_only=True)[key][0]
+            for folder in (longer, whole)
+        )
+        if key == "optimizer_states":
+            one, other = one["param_groups"], other["param_groups"]
+        assert one == other
+
+
+def test_more_accumulated_batches_go_on_at_the_same_image(half, whole, go_on):
+    folder = half()
+    go_on(folder, "trainer.accumulate_grad_batches=2", "~callbacks.asks")
+    images = [torch.load(f / "checkpoints/last.ckpt", weights_only=True) for f in (folder, whole)]
+    assert images[0]["global_step"] == images[1]["global_step"] == 18
+    for one, other in zip(history(folder), history(whole), strict=True):
+        assert float(one["train/loss"]) == pytest.approx(float(other["train/loss"]), rel=0.2)
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("data.batch_size=20", "data.batch_size was 40 .* it can change between epochs only"),
+        (
+            "optimizer._target_=torch.optim.RMSprop ~optimizer.nesterov",
+            "used torch.optim.SGD, whose state",
+        ),
+        ("trainer.devices=99", "choose 1 to"),
+        ("seed=-1", "must lie in"),
+        ("launch.max_restarts=-1", "must be at least 0"),
+        ("checkpoint.top_k=0", "must be at least 1"),
+        ("model=resnet18", "resume keeps the choices of the run"),
+        ("+experiment=tutorial", "resume keeps the choices"),
+        ("hydra.run.dir=x", "is for new runs"),
+        ("seed=1,2", "is for new runs"),
+    ],
+)
+def test_values_that_cannot_be_are_refused_and_nothing_is_lost(half, go_on, word, message):
+    folder = half()
+    before = {p: c for p, (c, _) in content(folder).items() if "rank" not in str(p)}
+    with pytest.raises(UserError, match=message):
+        go_on(folder, *word.split())
+    after = {p: c for p, (c, _) in content(folder).items() if "rank" not in str(p)}
+    log = folder / "train.log"  # tells of the attempt
+    assert before | {log: b""} == after | {log: b""}
+
+
+def test_an_unknown_value_is_refused(half, go_on):
+    with pytest.raises(ConfigCompositionException, match="Could not override"):
+        go_on(half(), "trainer.max_epoch=3")
+
+
+def test_between_epochs_the_batch_may_change(whole, go_on):
+    assert go_on(whole, "data.batch_size=20", "trainer.max_epochs=3")["steps"] == 18 + 18
+
+
+def test_what_is_no_run_is_refused(tmp_path):
+    (tmp_path / "sweep").mkdir()
+    (tmp_path / "sweep/multirun.yaml").touch()
+    assert resumed(["seed=1"]) is None
+    for words, message in [
+        (["resume=nowhere"], "is not there"),
+        ([f"resume={tmp_path}"], "holds no run"),
+        ([f"resume={tmp_path}/sweep"], "is a sweep"),
+        ([f"resume={tmp_path}", "--cfg", "job"], "takes values only, not --cfg"),
+    ]:
+        with pytest.raises(UserError, match=message):
+            resumed(words)
+
+
+def test_a_run_that_is_going_on_is_not_taken_up(tmp_path):
+    with in_use(tmp_path), pytest.raises(UserError, match="is in use"), in_use(tmp_path):
+        pass
+    with in_use(tmp_path):
+        pass
+
+
+def test_a_new_folder_goes_on_from_a_checkpoint_with_its_best(half, whole, job):
+    for name in "last", "best":
+        source = half(*(["+trainer.val_check_interval=3"] if name == "best" else []), name=name)
+        more = ["+trainer.val_check_interval=3"] if name == "best" else []
+        reference = job(*SHORT, "trainer.max_epochs=2", "test=false", *more, name=f"{name}-whole")
+        path = f"ckpt_path={source}/checkpoints/{name}.ckpt"
+        words = [*SHORT, "trainer.max_epochs=2", "test=false", *more]
+        folder = job(*words, path, name=f"{name}-new")
+        assert differences(reference, folder) == []
+
+
+def test_the_best_so_far_comes_along(whole, job):
+    folder = job(
+        *SHORT,
+        "trainer.max_epochs=3",
+        "optimizer.lr=0",
+        "test=false",
+        f"ckpt_path={whole}/checkpoints/last.ckpt",
+    )
+    assert outcome(folder)["val/acc"] == max(float(row["val/acc"]) for row in history(folder))
+    assert (folder / "checkpoints/best.ckpt").exists()
+
+
+# Files
+
+
+def test_tensorboard_goes_on_without_a_step_back(half, go_on):
+    folder = half("logger=tensorboard", "trainer.log_every_n_steps=2")
+    go_on(folder, "~callbacks.asks")
+    events = EventAccumulator(str(folder / "tensorboard")).Reload()
+    assert [event.step for event in events.Scalars("step/loss")] == list(range(2, 19, 2))
+
+
+def test_steps_that_come_anew_hide_those_of_before(job, go_on):
+    fault = ["+callbacks.fault._target_=faults.Fault", "+callbacks.fault.rank=0"]
+    fault += ["+callbacks.fault.steps=[8]", "+callbacks.fault.how=exception"]
+    words = ["trainer.max_epochs=2", "checkpoint.every_n_steps=3", "trainer.log_every_n_steps=1"]
+    with pytest.raises(RankFailed, match="injected"):
+        job(*SHORT, *words, "logger=[tensorboard,csv]", "test=false", *fault)
+    folder = Path(job.folder, "run")
+    go_on(folder, "~callbacks.fault")
+    events = EventAccumulator(str(folder / "tensorboard")).Reload()
+    assert [event.step for event in events.Scalars("step/loss")] == list(range(1, 19))
+    assert len(list(folder.glob("csv/version_*/metrics.csv"))) == 2
+
+
+def test_a_damaged_checkpoint_makes_way_for_the_one_before(half, whole, go_on, caplog):
+    folder = half("checkpoint.every_n_steps=2")
+    last = folder / "checkpoints/last.ckpt"
+    for damage in "truncated", "flipped", "empty":
+        data = bytearray(last.read_bytes())
+        if damage == "flipped":
+            data[len(data) // 2] ^= 255
+        copy = shutil.copytree(folder, folder.with_name(damage))
+        kept = {"truncated": data[:-100], "flipped": data, "empty": b""}[damage]
+        (copy / "checkpoints/last.ckpt").write_bytes(kept)
+        assert begun(copy) == str(copy / "checkpoints/previous.ckpt")
+        assert "last.ckpt is damaged" in caplog.text
+    go_on(copy, "~callbacks.asks")
+    assert differences(whole, copy) == []
+    for name in "last.ckpt", "previous.ckpt":
+        (folder / "checkpoints" / name).write_bytes(b"x")
+    with pytest.raises(UserError, match="no undamaged checkpoint"):
+        begun(folder)
+
+
+class Trap:
+    """Runs code when unpickled by a careless reader."""
+
+    def __reduce__(self):
+        return os._exit, (1,)
+
+
+def test_a_checkpoint_that_would_run_code_is_refused_everywhere(half, go_on, job):
+    folder = half()
+    path = folder / "checkpoints/last.ckpt"
+    torch.save(torch.load(path, weights_only=True) | {"trap": Trap()}, path)
+    with pytest.raises(UserError, match="could run code"):
+        go_on(folder)
+    for number, words in enumerate(
+        [[f"ckpt_path={path}"], [f"weights={path}"], [f"ckpt_path={path}", "fit=false"]]
+    ):
+        with pytest.raises(UserError, match="could run code"):
+            job(*SHORT, *words, name=f"trap{number}")
+
+
+def test_top_k_checkpoints_are_kept(job):
+    folder = job(*SHORT, "trainer.max_epochs=4", "checkpoint.top_k=2", "test=false")
+    assert len(list(folder.glob("checkpoints/acc-*.ckpt"))) == 2
+
+
+def test_every_minutes_saves_inside_an_epoch(job, monkeypatch):
+    words = ["trainer.max_epochs=1", "checkpoint.every_minutes=0", "test=false"]
+    monkeypatch.setattr("project.agreement.SECONDS_BETWEEN", 0.0)
+    folder = job(*SHORT, *words)
+    previous = torch.load(folder / "checkpoints/previous.ckpt", weights_only=True)
+    assert previous["global_step"] == 8
+
+
+# Writing fails loudly
+
+
+def test_a_file_too_large_ends_in_a_line_and_the_earlier_checkpoint_is_whole(
+    start, working_folder, half, tmp_path
+):
+    """Under `ulimit -f`, as a full disk would."""
+    folder = half()
+    before = begun(folder)
+    limit = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))  # noqa: E731
+    done = subprocess.run(
+        ["python", REPOSITORY / "train.py", f"resume={folder}", "~callbacks.asks"],
+        cwd=working_folder,
+        env={**os.environ, "PYTHONPATH": f"{REPOSITORY}/src:{REPOSITORY}/tests"},
+        preexec_fn=limit,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 1
+    path = folder / "checkpoints/last.ckpt"
+    assert done.stderr == f"train.py: {path} cannot be written: File too large.\n"
+    assert begun(folder) == before
+    assert torch.load(path, weights_only=True)["global_step"] == 5
+    names = {path.name for path in (folder / "checkpoints").iterdir()}
+    assert names <= {"last.ckpt", "previous.ckpt", "best.ckpt"}
+
+
+def test_secrets_stay_in_the_environment(job, monkeypatch):
+    monkeypatch.setenv("TOKEN", "s3cret-token")
+    words = ["+token=${oc.env:TOKEN}", "+logger.tensorboard.comment=${oc.env:TOKEN}"]
+    folder = job(*TINY, "logger=[tensorboard,csv]", "trainer.max_steps=2", "test=false", *words)
+    with pytest.raises(UserError, match=r"optimizer.lr='\${oc.env:TOKEN}' is not"):
+        job(*TINY, "optimizer.lr=${oc.env:TOKEN}", name="wrong")
+    files = [path for path in folder.parent.rglob("*") if path.is_file()]
+    assert len(files) > 10
+    assert [path for path in files if b"s3cret-token" in path.read_bytes()] == []
+
+
+# Restarts
+
+
+def test_two_failures_at_the_same_step_are_enough(tmp_path):
+    (tmp_path / "ranks").mkdir()
+    step = StepFile(tmp_path / "ranks/0.step")
+    error = RankFailed("rank 0 failed")
+    for number in 5, 7:
+        step.write(number)
+        check_progress(tmp_path, error)
+    with pytest.raises(RankFailed, match="rank 0 failed; so did the attempt before"):
+        check_progress(tmp_path, error)
+    with pytest.raises(UserError, match="mistake"):
+        check_progress(tmp_path, UserError("mistake"))

@@ -15,10 +15,11 @@ from project import sources
 from project.augment import Augment, normalise
 from project.datamodule import ImageDataModule
 from project.errors import UserError
+from project.losses import Confusion, EpochSums
 from project.model import CNN
 from project.optim import warmup_then_decay
 from project.progress import Progress
-from project.task import Classifier, EpochSums
+from project.task import Classifier
 
 SETTINGS: dict[str, Any] = {
     "image_size": 32,
@@ -166,11 +167,12 @@ def test_training_sees_the_training_part_augmented_by_each_epochs_table(make_dat
 def test_sums_of_uneven_batches_are_those_of_the_whole():
     logits, labels = torch.randn(107, 5), torch.randint(5, (107,))
     losses = F.cross_entropy(logits, labels, reduction="none")
-    sums = EpochSums(5, torch.device("cpu"))
-    for part in torch.arange(107).split(50):  # 50, 50 and 7
+    sums, confusion = EpochSums(torch.device("cpu")), Confusion(5, torch.device("cpu"))
+    for part in *torch.arange(107).split(50), torch.arange(0):  # 50, 50, 7 and none
         sums.add(losses[part], logits[part], labels[part])
-    sums.add(losses[:0], logits[:0], labels[:0])
-    loss, accuracy, count, matrix = sums.reduce()
+        confusion.add(logits[part], labels[part])
+    loss, accuracy, count = sums.reduce()
+    matrix = confusion.reduce()
     assert loss == pytest.approx(losses.double().mean().item(), rel=1e-12)
     assert accuracy == int((logits.argmax(1) == labels).sum()) / 107
     assert count == int(matrix.sum()) == 107

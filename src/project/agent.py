@@ -33,7 +33,7 @@ def end_fork_server() -> None:
         os.kill(server._forkserver_pid, signal.SIGKILL)
 
 
-def run_ranks(folder: Path, train: Train, num_ranks: int, attempt: int) -> None:
+def run_ranks(folder: Path, train: Train, num_ranks: int, attempt: int = 0) -> None:
     """Runs `train` on ranks of this machine until all have ended.
 
     Args:

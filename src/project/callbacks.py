@@ -68,7 +68,7 @@ class RunRecord(Checkpoint):
     def __init__(
         self,
         folder: Path,
-        config: dict[str, Any],
+        config: Any,
         every_n_steps: int | None = None,
         every_minutes: float | None = None,
         top_k: int = 1,
@@ -199,12 +199,12 @@ class RunRecord(Checkpoint):
         self._settle(trainer)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """From here on a request to stop is granted at once."""
+        """From here on requests to stop are granted at once."""
         signals.defer(False)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """The same."""
-        signals.defer(False)
+        """A rank that has failed, or is stopping, is not asked to stop any more."""
+        signals.end()
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
         """Writes `model.pt`; what max_steps leaves of an epoch has been saved as its end."""

@@ -85,7 +85,9 @@ def _nearest_key(main: Callable[..., Any], wrong: str) -> str:
     """`nearest` among the groups and keys that the rest of the command line composes."""
     folder = Path(inspect.unwrap(main).__code__.co_filename).parent / "conf"
     rest = [
-        word for word in sys.argv[1:] if re.match(r"[+~]*[\w/.@]+=", word) and wrong not in word
+        word
+        for word in sys.argv[1:]
+        if re.match(r"[+~]*[\w/.@]+=", word) and wrong not in word and "resume=" not in word
     ]
     GlobalHydra.instance().clear()
     try:

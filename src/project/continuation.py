@@ -30,7 +30,7 @@ def check(checkpoint: dict[str, Any], config: dict[str, Any]) -> None:
         UserError: the optimizer is another, or a place inside an epoch does not exist here.
     """
     then, there = checkpoint["config"], "the run that wrote the checkpoint"
-    names = [c["optimizer"]["_target_"] for c in (then, config)]
+    names = [c["optimizer"].get("_target_") for c in (then, config)]
     if names[0] != names[1]:
         raise UserError(
             f"{there} used {names[0]}, whose state is of no use to {names[1]}. "
@@ -98,7 +98,7 @@ def rebuild_buckets(trainer: Any, task: Any) -> None:
 def has_same_schedule(
     then: dict[str, Any], num_steps_then: int, now: dict[str, Any], num_steps: int
 ) -> bool:
-    """Whether two configs, with the steps of their whole trainings, give each step the same rate."""
+    """Whether two configs, with the steps of their trainings, give each step the same rate."""
     keys = "optimizer", "scheduler"
     return num_steps == num_steps_then and all(then[key] == now[key] for key in keys)
 

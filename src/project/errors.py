@@ -20,7 +20,7 @@ class RankFailed(Exception):
 
 
 class Preempted(BaseException):
-    """A signal asked the run to stop. Like KeyboardInterrupt no Exception, so that none swallows it.
+    """A signal asked the run to stop. No Exception, as KeyboardInterrupt, so that none swallows it.
 
     Args:
         number: of the signal.

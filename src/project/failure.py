@@ -119,7 +119,7 @@ def check_progress(folder: Path, failure: Exception | None) -> None:
         UserError: it would end in the same mistake.
         RankFailed: two attempts have failed at the same step.
     """
-    path, step = folder / "ranks" / "failed_at_step", str(furthest_step(folder))
+    path, step = folder / "ranks" / "failed_at", str(furthest_step(folder))
     if isinstance(failure, UserError):
         raise failure
     if path.exists() and path.read_text() == step:
@@ -137,7 +137,16 @@ def next_attempt(folder: Path) -> int:
 def clear(folder: Path) -> None:
     """Removes what an earlier attempt has left: success and failure are what the next writes."""
     stale = "results.json", "ranks/*.json", "ranks/*.pid", "ranks/*.step", "checkpoints/.*"
-    for path in (path for pattern in stale for path in folder.glob(pattern)):
+    _remove(folder, *stale)
+
+
+def tidy(folder: Path) -> None:
+    """Removes what only another attempt would have asked for."""
+    _remove(folder, "ranks/*.step", "ranks/failed_at")
+
+
+def _remove(folder: Path, *patterns: str) -> None:
+    for path in (path for pattern in patterns for path in folder.glob(pattern)):
         path.unlink(missing_ok=True)
 
 

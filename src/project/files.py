@@ -39,8 +39,12 @@ def write_atomically(
             except BaseException:
                 Path(part.name).unlink(missing_ok=True)
                 raise
-    except OSError as error:
-        raise UserError(f"{path} cannot be written: {error.strerror or error}.") from error
+    except (OSError, RuntimeError) as error:
+        # torch.save raises a RuntimeError about its position when a write fails
+        reason = error if isinstance(error, OSError) else error.__context__
+        if not isinstance(reason, OSError):
+            raise
+        raise UserError(f"{path} cannot be written: {reason.strerror or reason}.") from error
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
@@ -61,6 +65,9 @@ def write_csv(path: Path, rows: list[dict[str, Any]]) -> None:
 
 def link_atomically(source: Path, target: Path) -> None:
     """Makes `target` the same file as `source`, atomically; files are replaced, never changed."""
+    if target.exists() and target.samefile(source):
+        return
+    target.parent.mkdir(parents=True, exist_ok=True)
     part = target.with_name(f".{target.name}-link")
     part.unlink(missing_ok=True)
     try:

@@ -30,6 +30,7 @@ from project.failure import (
     first_failure,
     next_attempt,
     preempted,
+    tidy,
     write_preempted,
 )
 from project.files import write_json
@@ -51,6 +52,10 @@ def start(main: Callable[..., Any], train: Train) -> None:
             _start(main, train)
     except UserError as error:
         sys.exit(f"train.py: {error}")
+    except OSError as error:  # a read-only or full disk, met by this process
+        if error.filename is None:
+            raise
+        sys.exit(f"train.py: {error.filename}: {error.strerror}.")
     except Preempted:  # a rank under an outside torchrun, which would start others anew
         sys.exit(0)
     except KeyboardInterrupt:  # while nothing runs yet
@@ -71,9 +76,9 @@ def _start(main: Callable[..., Any], train: Train) -> None:
         sys.exit("A sweep starts ranks of its own: python train.py -m ..., without torchrun.")
     elif os.environ["RANK"] == "0":
         try:
-            if path := _path_of_restarted():
-                with in_use(Path(path.read_text())):
-                    _report(Path(path.read_text()), train)
+            if folder := _folder_of_restarted():
+                with in_use(folder):
+                    _report(folder, train)
             else:
                 begin()
         finally:  # after --help, say, the others need not wait
@@ -142,9 +147,13 @@ def run(folder: Path, train: Train) -> dict[str, Any]:
     """
     if read_results(folder).get("status") == "complete":
         return read_results(folder)
-    clear(folder)
     cfg: Any = OmegaConf.load(folder / ".hydra" / "config.yaml")
     try:
+        if _folder_of_restarted():
+            check_progress(folder, first_failure(folder))
+        else:
+            tidy(folder)
+        clear(folder)
         if missing := OmegaConf.missing_keys(cfg):
             raise UserError(f"Give a value: {'=..., '.join(sorted(missing))}=...")
         check_knobs(cfg)
@@ -162,6 +171,7 @@ def run(folder: Path, train: Train) -> dict[str, Any]:
         if read_results(folder).get("status") != "complete":
             write_preempted(folder, stopped)
         raise stopped from None
+    tidy(folder)
     return read_results(folder)
 
 
@@ -178,7 +188,6 @@ def _launch(folder: Path, train: Train, cfg: Any) -> None:
         return _run_alone(folder, train, num_ranks)
     if cfg.trainer.num_nodes > 1:
         raise UserError("trainer.num_nodes > 1: start train.py with torchrun on every node.")
-    (folder / "ranks" / "failed_at_step").unlink(missing_ok=True)
     first = next_attempt(folder)
     for attempt in itertools.count(first):
         try:
@@ -224,24 +233,23 @@ def _run_in_place(folder: Path, train: Train, store: dist.Store) -> None:
 
 @functools.cache
 def _launcher_store() -> dist.Store:
-    """Where the ranks of an outside torchrun meet."""
+    """Where the ranks of an outside torchrun meet; in each attempt without what the last left."""
     store, _, _ = next(iter(dist.rendezvous("env://")))
-    return store
+    return dist.PrefixStore(f"attempt {os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
 
 
 def _path_for_restarts() -> Path | None:
     """Where the first attempt under an outside torchrun leaves its folder for the next.
 
-    Beside the error files of all attempts; the launcher's store is new in each.
+    Beside the error files of all attempts, since the launcher's store may be new in each.
     """
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     return Path(path).parents[2] / "run_folder" if path else None
 
 
-def _path_of_restarted() -> Path | None:
-    path = _path_for_restarts()
+def _folder_of_restarted() -> Path | None:
+    """The folder to go on in, if this is not the first attempt under an outside torchrun."""
+    path = _path_for_restarts() if dist.is_torchelastic_launched() else None
     if not path or not path.exists() or os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
         return None
-    folder = Path(path.read_text())
-    check_progress(folder, first_failure(folder))
-    return path
+    return Path(path.read_text())

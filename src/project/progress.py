@@ -10,6 +10,8 @@ from typing import Any
 
 import lightning
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.loggers import TensorBoardLogger
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # pyright: ignore
 from tqdm import tqdm
 
 log = logging.getLogger("project")
@@ -38,6 +40,7 @@ class Progress(Callback):
         self._started, self._due, self._loss = time.monotonic(), 0.0, "-"
         if self._first_step:
             log.info("going on from step %d of %d", self._first_step, self._num_steps)
+            _hide_later_steps(trainer)
         if trainer.is_global_zero and sys.stdout.isatty():
             # Rows and columns are given, since some terminals have none (0 × 0) and get no bar.
             size: dict[str, Any] = {"ncols": _num_columns(), "nrows": 20}
@@ -105,6 +108,15 @@ class Progress(Callback):
     def _speed(self, trainer: lightning.Trainer) -> float:
         num_images = (trainer.global_step - self._epoch_step) * self._batch_size
         return num_images / (time.monotonic() - self._epoch_started)
+
+
+def _hide_later_steps(trainer: lightning.Trainer) -> None:
+    """Tells TensorBoard's files, which go on, that steps after this one come anew."""
+    session = SessionLog(status=SessionLog.START)
+    for logger in trainer.loggers if trainer.is_global_zero else ():
+        if isinstance(logger, TensorBoardLogger):
+            writer: Any = logger.experiment.file_writer
+            writer.add_event(Event(step=trainer.global_step + 1, session_log=session))
 
 
 def _num_columns() -> int:

@@ -66,17 +66,20 @@ def run_rank(folder: Path, train: Train, store: dist.Store | None = None) -> Non
             _join_group(cfg, store)
             results = train(cfg, folder)
             dist.barrier()  # complete is what all ranks have completed
+            signals.end()
             seconds = round(time.monotonic() - started, 3)
             if rank == 0:
                 results = {"status": "complete", **results, "seconds": seconds}
                 write_json(folder / "results.json", results)
         except Preempted as stopped:
+            signals.end()
             if rank == 0:
                 log.info("%s", stopped)
                 write_preempted(folder, stopped)
             _leave_group()
             raise
         except (Exception, SystemExit) as error:
+            signals.end()
             # First of all, before the other ranks can notice and fail in their turn.
             record_failure(report, train_log, error, _mistake_behind(error))
             if not torch.cuda.is_initialized():  # NCCL waits for collectives that will never end

@@ -44,7 +44,7 @@ def check_knobs(cfg: DictConfig) -> None:
         UserError: a value of another type, or one that train.py gives itself.
     """
     for key, hint in TOP_LEVEL.items():
-        _check_value(key, OmegaConf.select(cfg, key), hint)
+        _check_value(cfg, key, OmegaConf.select(cfg, key), hint)
     if not 0 <= cfg.seed < 2**32:
         raise UserError(f"seed={cfg.seed} must lie in [0, 2**32).")
     for key, least in LEAST.items():
@@ -64,7 +64,7 @@ def check_nodes(cfg: DictConfig) -> None:
     Raises:
         UserError: an argument that does not exist, the nearest one named, or one of another type.
     """
-    _check_node("", OmegaConf.to_container(cfg, resolve=True))
+    _check_node(cfg, "", OmegaConf.to_container(cfg, resolve=True))
 
 
 def nearest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
@@ -73,16 +73,16 @@ def nearest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
     return f" Did you mean {matches[0]}?" if matches else ""
 
 
-def _check_node(key: str, node: Any) -> None:
+def _check_node(cfg: DictConfig, key: str, node: Any) -> None:
     if not isinstance(node, Mapping):
         return
     for name, child in node.items():
-        _check_node(f"{key}.{name}".lstrip("."), child)
+        _check_node(cfg, f"{key}.{name}".lstrip("."), child)
     if "_target_" in node:
-        _check_arguments(key, node)
+        _check_arguments(cfg, key, node)
 
 
-def _check_arguments(key: str, node: Mapping[str, Any]) -> None:
+def _check_arguments(cfg: DictConfig, key: str, node: Mapping[str, Any]) -> None:
     try:
         target = get_object(node["_target_"])
     except (ImportError, ValueError) as error:
@@ -100,11 +100,14 @@ def _check_arguments(key: str, node: Mapping[str, Any]) -> None:
         if name not in parameters and not takes_all:
             near = nearest(name, parameters)
             raise UserError(f"{key}.{name}: {node['_target_']} takes no such argument.{near}")
-        _check_value(f"{key}.{name}", value, hints.get(name, Any))
+        _check_value(cfg, f"{key}.{name}", value, hints.get(name, Any))
 
 
-def _check_value(key: str, value: Any, hint: Any) -> None:
+def _check_value(cfg: DictConfig, key: str, value: Any, hint: Any) -> None:
     if not _fits(value, hint):
+        value = OmegaConf.to_container(cfg)  # as it was written: ${oc.env:...} may be a secret
+        for name in key.split("."):
+            value = value[name]  # type: ignore[index]
         wanted = hint.__name__ if isinstance(hint, type) and not get_args(hint) else str(hint)
         raise UserError(f"{key}={value!r} is not of type {wanted.replace('typing.', '')}.")
 

@@ -11,15 +11,15 @@ from project.errors import Preempted
 GRACE = 6.0  # seconds that training has to reach a step boundary, of the 10 that a job may take
 
 _pid = 0  # of the rank; children inherit its handlers
-_is_training = False
 _request = 0
+_is_training = _is_ending = False
 
 
 @contextlib.contextmanager
 def handled() -> Iterator[None]:
     """Makes requests to stop of both signals; raises Preempted wherever no training defers it."""
-    global _pid, _is_training, _request
-    _pid, _is_training, _request = os.getpid(), False, 0
+    global _pid, _request, _is_training, _is_ending
+    _pid, _request, _is_training, _is_ending = os.getpid(), 0, False, False
     handlers = {signal.SIGTERM: _on_request, signal.SIGINT: _on_request, signal.SIGALRM: _on_alarm}
     before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
@@ -30,23 +30,17 @@ def handled() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-@contextlib.contextmanager
-def finishing() -> Iterator[None]:
-    """What a rank does last is not interrupted any more."""
-    global _request
-    before, _request = _request, _request or signal.SIGTERM
-    try:
-        yield
-    finally:
-        _request = before
-
-
 def defer(is_training: bool) -> None:
     """While training, a request waits until `requested` is asked, for GRACE seconds at most."""
     global _is_training
     _is_training = is_training
-    if _request and not is_training:
-        signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def end() -> None:
+    """From here on a rank only leaves word of how it ended, which no request interrupts."""
+    global _is_ending
+    _is_ending = True
+    signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 def requested() -> int:
@@ -56,8 +50,9 @@ def requested() -> int:
 
 def _on_request(number: int, frame: FrameType | None) -> None:
     global _request
-    if os.getpid() != _pid:  # a loader worker: a signal to all processes is for the rank to answer
-        if number == signal.SIGTERM:  # its rank may mean it, though: comply, but later
+    if os.getpid() != _pid or _is_ending:
+        # In a loader worker: a signal to all processes is for the rank to answer, so comply later.
+        if number == signal.SIGTERM:
             signal.signal(signal.SIGALRM, signal.SIG_DFL)
             signal.setitimer(signal.ITIMER_REAL, GRACE)
     elif not _request:
