@@ -17,7 +17,7 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
-from project import checkpoint, launch
+from project import checkpoint, entry
 from project.schema import check_nodes
 
 
@@ -25,7 +25,8 @@ def train(cfg: DictConfig, folder: Path) -> dict[str, Any]:
     """The whole program of one rank; all ranks run it alike."""
     import lightning  # here, since the process that launches the ranks does without
 
-    from project.callbacks import PlainCheckpointIO, RunRecord
+    from project.callbacks import RunRecord
+    from project.checkpoint_io import PlainCheckpointIO
     from project.plots import Pictures
     from project.progress import Progress
     from project.task import Classifier
@@ -92,8 +93,8 @@ def network(cfg: DictConfig, num_classes: int, start: str | None) -> nn.Module:
 @hydra.main(version_base="1.3", config_path="conf", config_name="train")
 def main(cfg: DictConfig) -> None:
     """One job: every rank reads the config that Hydra wrote to the run's folder."""
-    launch.run_job(train)
+    entry.run_job(train)
 
 
 if __name__ == "__main__":
-    launch.start(main, train)
+    entry.start(main, train)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from project.callbacks import PlainCheckpointIO
+from project.checkpoint_io import PlainCheckpointIO
 from project.errors import UserError
 from project.files import write_atomically
 from project.keep import Best

@@ -19,9 +19,10 @@ from torch.utils.data import DataLoader, DistributedSampler
 from torchvision.datasets import CIFAR10, ImageFolder
 
 from project import sources
-from project.data import EvalBatches, TrainBatches, local_batch_size, stratified_split
+from project.data import EvalBatches, TrainBatches, stratified_split
 from project.errors import UserError
 from project.pack import pack
+from project.steps import local_batch_size
 
 shapes = partial(sources.shapes, num_train=60, num_test=20, seed=0)
 

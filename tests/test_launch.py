@@ -22,12 +22,12 @@ from project import sources
 from project.agent import contained
 from project.augment import normalise
 from project.devices import check_world, num_local_ranks
+from project.entry import start as start_ranks
 from project.errors import RankFailed, UserError
 from project.failure import dead_ranks, pid_file
 from project.files import write_json
 from project.folder import unused_folder
 from project.launch import run
-from project.launch import start as start_ranks
 from project.pack import pack
 from toy import Plain
 

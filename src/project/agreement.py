@@ -19,36 +19,42 @@ class Agreement:
 
     Args:
         step: optimizer steps done so far.
-        every_minutes: a save is due; the clock of the slowest rank decides.
+        every_n_steps: a save is due; null for never.
+        every_minutes: the same; the clock that is ahead decides.
+
+    Attributes:
+        is_save_due: whether all ranks have found so, and nobody has saved since.
+        request: the signal that asks the run to stop, 0 for none.
     """
 
-    def __init__(self, step: int, every_minutes: float | None) -> None:
-        self.every_minutes = every_minutes
+    def __init__(self, step: int, every_n_steps: int | None, every_minutes: float | None) -> None:
+        self.every_n_steps, self.every_minutes = every_n_steps, every_minutes
+        self.is_save_due, self.request = False, 0
         self._next = step + 1
         self._step, self._time = step, time.monotonic()
         self._saved = self._time
 
-    def is_due(self, step: int) -> bool:
-        """Whether the ranks speak after this step; costs a comparison."""
-        return step >= self._next
+    def look(self, step: int) -> None:
+        """Comes after each optimizer step, and mostly costs a comparison."""
+        if self.every_n_steps and step % self.every_n_steps == 0:
+            self.is_save_due = True
+        if step >= self._next:
+            self.speak(step)
 
-    def reach(self, step: int) -> tuple[bool, int]:
-        """Speaks with the other ranks, which must all call this after the same step.
-
-        Returns:
-            whether to save, and the signal that asks to stop (0: go on).
-        """
+    def speak(self, step: int) -> None:
+        """Asks the other ranks, which must all call this after the same step."""
         now = time.monotonic()
         a_step = (now - self._time) / max(step - self._step, 1)
         is_old = self.every_minutes is not None and now - self._saved >= 60 * self.every_minutes
         votes = torch.tensor([signals.requested(), is_old, a_step], dtype=torch.float64)
         if dist.is_initialized():
             dist.all_reduce(votes, dist.ReduceOp.MAX)  # on the CPU: by gloo, no device waits
-        request, save, a_step = votes.tolist()
+        request, is_old, a_step = votes.tolist()
+        self.is_save_due |= bool(is_old)
+        self.request = self.request or int(request)
         self._next = step + max(1, int(SECONDS_BETWEEN / max(a_step, 1e-6)))
         self._step, self._time = step, now
-        return bool(save), int(request)
 
     def saved(self) -> None:
         """Starts the minutes anew."""
-        self._saved = time.monotonic()
+        self.is_save_due, self._saved = False, time.monotonic()

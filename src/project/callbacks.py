@@ -1,57 +1,29 @@
-"""What a run leaves behind, so that nothing is lost: plain checkpoints and a row an epoch."""
+"""What a run leaves behind, so that nothing is lost: checkpoints, and a row an epoch."""
 
 import logging
 from pathlib import Path
 from typing import Any
 
 import lightning
-import torch
-from lightning.fabric.plugins.io import CheckpointIO
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.trainer.states import TrainerFn
 
-from project import continuation, signals
+from project import continuation, keep, signals
 from project.agreement import Agreement
 from project.errors import Preempted
 from project.failure import StepFile
-from project.files import write_atomically, write_csv
-from project.keep import Best, Entry, previous_of
+from project.files import write_csv
 
 log = logging.getLogger("project")
-
-
-class PlainCheckpointIO(CheckpointIO):
-    """Checkpoints as plain files: tensors, numbers, strings, lists and dicts.
-
-    Written whole or not at all, and read without running any code from them.
-    """
-
-    def save_checkpoint(
-        self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None
-    ) -> None:
-        """Writes a checkpoint atomically; called on rank 0. The last becomes the one before."""
-        write_atomically(
-            Path(path), lambda file: torch.save(checkpoint, file), keep=previous_of(Path(path))
-        )
-
-    def load_checkpoint(
-        self, path: Any, map_location: Any = "cpu", weights_only: bool | None = None
-    ) -> dict[str, Any]:
-        """Reads a checkpoint; `weights_only` is not a choice here."""
-        return torch.load(path, map_location=map_location, weights_only=True)
-
-    def remove_checkpoint(self, path: Any) -> None:
-        """Deletes a checkpoint."""
-        Path(path).unlink(missing_ok=True)
 
 
 class RunRecord(Checkpoint):
     """Keeps the record of a run in its folder: `checkpoints/` and `metrics.csv`.
 
-    Saves `last.ckpt` at the end of each epoch, when asked to in between, and when a signal asks
-    the run to stop; always at a step boundary, from which training goes on as if it had never
-    stopped. The history travels inside, and `metrics.csv` is written whole from it. At the end of
-    training `model.pt`: the plain state dict of the network, best or else last.
+    Saves `last.ckpt` at the end of each epoch, in between when that is due, and when a signal asks
+    the run to stop: always at a step from which training goes on as if it had never stopped. The
+    history travels inside, and `metrics.csv` is written whole from it. At the end `model.pt`: the
+    plain state dict of the network, best or else last.
 
     Args:
         folder: of the run; rank 0 writes.
@@ -76,11 +48,10 @@ class RunRecord(Checkpoint):
         self.folder, self.config = folder, config
         self.every_n_steps, self.every_minutes = every_n_steps, every_minutes
         self.last_path = folder / "checkpoints" / "last.ckpt"
-        self.best = Best(folder / "checkpoints", top_k)
+        self.best = keep.Best(folder / "checkpoints", top_k)
         self.history: list[dict[str, Any]] = []
         self._is_cut = self._is_stopped = False
-        self._new: Entry | None = None  # of the best, and not saved yet
-        self._owes_save, self._request = False, 0
+        self._new: keep.Entry | None = None  # of the best, and not saved yet
 
     @property
     def chosen_path(self) -> Path:
@@ -99,10 +70,8 @@ class RunRecord(Checkpoint):
         trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None
         trainer.fit_loop._iteration_based_training = lambda: False
 
-    # What travels in a checkpoint
-
     def state_dict(self) -> dict[str, Any]:
-        """The history, and where the training stands."""
+        """What travels in a checkpoint: the history, and where the training stands."""
         state = {"history": self.history, "best": self.best.entries, "num_steps": self._num_steps}
         return state | {"is_cut": self._is_cut, "is_stopped": self._is_stopped}
 
@@ -117,15 +86,11 @@ class RunRecord(Checkpoint):
             UserError: its optimizer is another, or its place in an epoch does not exist here.
         """
         if trainer.state.fn == TrainerFn.FITTING:
-            state = checkpoint["callbacks"][self.state_key]
-            continuation.check(checkpoint, self.config)
-            trainer.should_stop = not continuation.goes_on(
-                checkpoint, state, trainer.datamodule.num_steps()
-            )
-            if state["is_cut"] and not trainer.should_stop:
-                continuation.reopen_epoch(checkpoint, state)
-            continuation.reposition(checkpoint, trainer.accumulate_grad_batches)
+            state, steps = checkpoint["callbacks"][self.state_key], trainer.datamodule.num_steps()
             self._then = checkpoint["config"], state["num_steps"]
+            trainer.should_stop = not continuation.goes_on(checkpoint, state, steps)
+            accumulate = trainer.accumulate_grad_batches
+            continuation.take_position(checkpoint, state, self.config, steps, accumulate)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes up the history of the run that wrote a checkpoint."""
@@ -139,8 +104,6 @@ class RunRecord(Checkpoint):
             if trainer.is_global_zero:
                 write_csv(self.folder / "metrics.csv", self.history)
 
-    # Training
-
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """From here on requests to stop are granted at step boundaries."""
         step = trainer.global_step
@@ -148,7 +111,7 @@ class RunRecord(Checkpoint):
             continuation.rebuild_buckets(trainer, pl_module)
             if not continuation.has_same_schedule(*self._then, self.config, self._num_steps):
                 continuation.renew_schedule(trainer, pl_module)
-        self._agreement = Agreement(step, self.every_minutes)
+        self._agreement = Agreement(step, self.every_n_steps, self.every_minutes)
         self._step_file = StepFile(self.folder / "ranks" / f"{trainer.global_rank}.step")
         signals.defer(True)
 
@@ -156,19 +119,18 @@ class RunRecord(Checkpoint):
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """At a step boundary saves or stops, if all ranks find it due."""
-        step, loop = trainer.global_step, trainer.fit_loop.epoch_loop
+        step, due = trainer.global_step, self._agreement
         self._step_file.write(step)
         if (batch_idx + 1) % trainer.accumulate_grad_batches:
             return
-        if self.every_n_steps and step % self.every_n_steps == 0:
-            self._owes_save = True
-        if self._agreement.is_due(step):
-            self._agree(step)
-        # What is due at the end of an epoch, or before a validation, waits for its end: a
-        # checkpoint from here would leave them out.
-        at_end = loop._num_ready_batches_reached() or step == self._num_steps
-        if not at_end and not loop._should_check_val_fx(trainer.fit_loop._data_fetcher):
-            self._settle(trainer)
+        due.look(step)
+        if due.is_save_due or due.request:
+            # At the end of an epoch and before a validation it waits for those to be over: going
+            # on from here would leave them out.
+            loop, fetcher = trainer.fit_loop.epoch_loop, trainer.fit_loop._data_fetcher
+            is_end = loop._num_ready_batches_reached() or step == self._num_steps
+            if not is_end and not loop._should_check_val_fx(fetcher):
+                self._settle(trainer)
 
     def on_validation_start(self, trainer: lightning.Trainer, pl_module: Any) -> None:
         """Does not let a broken network be validated."""
@@ -182,8 +144,8 @@ class RunRecord(Checkpoint):
         values = {name: pl_module.metrics[name] for name in ("val/loss", "val/acc")}
         self._new = self.best.enter({"step": trainer.global_step, **values}) or self._new
         if not trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:
-            self._owes_save |= self._new is not None
-            self._agree(trainer.global_step)
+            self._agreement.is_save_due |= self._new is not None
+            self._agreement.speak(trainer.global_step)
             self._settle(trainer)
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
@@ -194,8 +156,9 @@ class RunRecord(Checkpoint):
         self.history.append(row)
         log.info("  ".join(f"{k} {v:.4f}" if "/" in k else f"{k} {v}" for k, v in row.items()))
         self._is_cut = not trainer.fit_loop.epoch_loop._num_ready_batches_reached()
-        self._is_stopped, self._owes_save = trainer.should_stop, True
-        self._agree(trainer.global_step)
+        self._is_stopped = trainer.should_stop
+        self._agreement.is_save_due = True
+        self._agreement.speak(trainer.global_step)
         self._settle(trainer)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
@@ -207,38 +170,31 @@ class RunRecord(Checkpoint):
         signals.end()
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
-        """Writes `model.pt`; what max_steps leaves of an epoch has been saved as its end."""
+        """Writes `model.pt`, also if there was nothing left to train."""
         if trainer.is_global_zero:
-            files = PlainCheckpointIO()
-            state = files.load_checkpoint(self.chosen_path)["state_dict"]
-            net = {name.removeprefix("net."): value for name, value in state.items()}
-            files.save_checkpoint(net, self.last_path.with_name("model.pt"))
+            keep.hand_on(self.chosen_path, self.last_path.with_name("model.pt"))
 
     def results(self, trainer: Any) -> dict[str, Any]:
         """What `results.json` says of the training."""
-        best = self.best.entries[:1]
+        best = self.best.entries[0] if self.best.entries else {}
         return {
-            **{name: value for entry in best for name, value in entry.items() if "/" in name},
+            **{name: value for name, value in best.items() if "/" in name},
             "epochs": len(self.history),
             "steps": trainer.global_step,
             "checkpoint": str(self.chosen_path.relative_to(self.folder)),
         }
 
-    def _agree(self, step: int) -> None:
-        save, request = self._agreement.reach(step)
-        self._owes_save |= save
-        self._request = self._request or request
-
     def _settle(self, trainer: Any) -> None:
-        """Does what the ranks have found due: here training can be taken up again."""
-        if self._owes_save or self._request:
+        """Saves, and stops, if that is due; all ranks are here."""
+        due = self._agreement
+        if due.is_save_due or due.request:
             trainer.lightning_module.losses.check(trainer)
             trainer.save_checkpoint(self.last_path)
-            self._agreement.saved()
+            due.saved()
             if trainer.is_global_zero:
                 write_csv(self.folder / "metrics.csv", self.history)
                 if self._new:
                     self.best.link(self._new, self.last_path)
-        self._owes_save, self._new = False, None
-        if self._request:
-            raise Preempted(self._request, f" at step {trainer.global_step}, saved")
+            self._new = None
+        if due.request:
+            raise Preempted(due.request, f" at step {trainer.global_step}, saved")

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from project.data import local_batch_size
 from project.errors import UserError
+from project.steps import local_batch_size
 
 log = logging.getLogger("project")
 
@@ -23,55 +23,55 @@ def goes_on(checkpoint: dict[str, Any], state: dict[str, Any], num_steps: int) -
     return checkpoint["global_step"] < num_steps and not was_stopped
 
 
-def check(checkpoint: dict[str, Any], config: dict[str, Any]) -> None:
-    """Holds the config against the one that the checkpoint was trained with.
+def take_position(
+    checkpoint: dict[str, Any],
+    state: dict[str, Any],
+    config: dict[str, Any],
+    num_steps: int,
+    accumulate: int,
+) -> None:
+    """Makes the place where a checkpoint stands one of this training, in place.
+
+    Args:
+        config: of this training; the other is in the checkpoint.
+        accumulate: batches of an optimizer step, here.
 
     Raises:
-        UserError: the optimizer is another, or a place inside an epoch does not exist here.
+        UserError: the optimizer is another, or such a place inside an epoch does not exist here.
     """
-    then, there = checkpoint["config"], "the run that wrote the checkpoint"
+    then, loops = checkpoint["config"], checkpoint["loops"]["fit_loop"]
     names = [c["optimizer"].get("_target_") for c in (then, config)]
     if names[0] != names[1]:
         raise UserError(
-            f"{there} used {names[0]}, whose state is of no use to {names[1]}. "
+            f"The checkpoint's run used {names[0]}, whose state is of no use to {names[1]}. "
             f"weights=FILE takes up the weights alone."
         )
-    keys = "batch_size", "limit_train_images", "val_fraction", "split_seed"
-    changed = [key for key in keys if then["data"].get(key) != config["data"].get(key)]
-    if changed and is_inside_epoch(checkpoint):
-        key = changed[0]
-        raise UserError(
-            f"data.{key} was {then['data'].get(key)} in {there}, inside an epoch: it can change "
-            f"between epochs only. best.ckpt may be of an epoch's end."
-        )
+    if state["is_cut"] and goes_on(checkpoint, state, num_steps):
+        _reopen_epoch(checkpoint, state)
+    progress = loops["epoch_progress"]["current"]
+    is_inside = progress["started"] > progress["processed"]
+    for key in "batch_size", "limit_train_images", "val_fraction", "split_seed":
+        old, new = then["data"].get(key), config["data"].get(key)
+        if is_inside and old != new:
+            raise UserError(
+                f"data.{key} was {old} when the checkpoint was written, inside an epoch: it can "
+                f"change between epochs only."
+            )
+    before = then["trainer"].get("accumulate_grad_batches") or 1
+    for counts in loops["epoch_loop.batch_progress"].values():
+        if isinstance(counts, dict):  # batches of whole steps; completed is one behind in hooks
+            behind = counts["ready"] - counts["completed"]
+            counts |= {name: count // before * accumulate for name, count in counts.items()}
+            counts["completed"] = counts["ready"] - behind
 
 
-def is_inside_epoch(checkpoint: dict[str, Any]) -> bool:
-    """Whether batches of the checkpoint's epoch are left."""
-    progress = checkpoint["loops"]["fit_loop"]["epoch_progress"]["current"]
-    return progress["started"] > progress["processed"]
-
-
-def reopen_epoch(checkpoint: dict[str, Any], state: dict[str, Any]) -> None:
-    """Takes back the end of an epoch that max_steps had cut short: its other batches come now."""
+def _reopen_epoch(checkpoint: dict[str, Any], state: dict[str, Any]) -> None:
+    """Takes back the end of an epoch that was cut short: its other batches come now."""
     for progress in checkpoint["loops"]["fit_loop"]["epoch_progress"].values():
         progress["processed"] -= 1
     row = state["history"].pop()
     metrics = {name: value for name, value in row.items() if name.startswith("val/")}
     checkpoint["epoch_metrics"] = metrics
-
-
-def reposition(checkpoint: dict[str, Any], accumulate: int) -> None:
-    """Counts the batches of an epoch anew if a step accumulates another number of them."""
-    then = checkpoint["config"]["trainer"].get("accumulate_grad_batches") or 1
-    if then == accumulate:
-        return
-    for progress in ("total", "current"):
-        counts = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"][progress]
-        behind = counts["ready"] - counts["completed"]  # 1 in on_train_batch_end
-        for name in counts:
-            counts[name] = counts[name] // then * accumulate
-        counts["completed"] = counts["ready"] - behind
 
 
 def rebuild_buckets(trainer: Any, task: Any) -> None:

@@ -11,10 +11,11 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Sampler
 
 from project.augment import Augment, normalise
-from project.data import EvalBatches, TrainBatches, num_steps, steps_per_epoch, stratified_split
+from project.data import EvalBatches, TrainBatches, stratified_split
 from project.errors import UserError
 from project.failure import end_with_parent
 from project.pack import PackedImages, Source, pack
+from project.steps import num_steps, steps_per_epoch
 
 Batch = tuple[Tensor, Tensor, Tensor]
 
@@ -61,9 +62,7 @@ class ImageDataModule(lightning.LightningDataModule):
     ) -> None:
         super().__init__()
         if image_size < 1 or num_workers < 0 or not len(mean) == len(std) == 3 or min(std) <= 0:
-            raise UserError(
-                "data: image_size >= 1, num_workers >= 0, three each of mean and std > 0."
-            )
+            raise UserError("data: image_size >= 1, num_workers >= 0, three each of mean, std > 0.")
         self.source, self.root, self.image_size = source, Path(root), image_size
         self.batch_size, self.eval_batch_size = batch_size, eval_batch_size
         self.val_fraction, self.split_seed = val_fraction, split_seed
@@ -152,7 +151,7 @@ class ImageDataModule(lightning.LightningDataModule):
         Not from `trainer.estimated_stepping_batches`, which would build the loaders.
 
         Raises:
-            UserError: see `project.data.num_steps`.
+            UserError: see `project.steps.num_steps`.
         """
         trainer = self._trainer
         steps = steps_per_epoch(len(self.split[0]), self.batch_size)

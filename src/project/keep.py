@@ -6,16 +6,27 @@ from typing import Any
 
 import torch
 
-from project.files import link_atomically
+from project.files import link_atomically, write_atomically
 
 log = logging.getLogger("project")
 
 Entry = dict[str, Any]
 
 
-def previous_of(path: Path) -> Path | None:
-    """Where a checkpoint goes when a newer one takes its name; None: it goes."""
-    return path.with_name("previous.ckpt") if path.name == "last.ckpt" else None
+def save(checkpoint: dict[str, Any], path: Path) -> None:
+    """Writes a checkpoint atomically; `last.ckpt` becomes `previous.ckpt`.
+
+    Raises:
+        UserError: it cannot be written; all files are as they were.
+    """
+    previous = path.with_name("previous.ckpt") if path.name == "last.ckpt" else None
+    write_atomically(path, lambda file: torch.save(checkpoint, file), keep=previous)
+
+
+def hand_on(source: Path, target: Path) -> None:
+    """Writes the plain state dict of the network in a checkpoint."""
+    state = torch.load(source, map_location="cpu", weights_only=True)["state_dict"]
+    save({name.removeprefix("net."): value for name, value in state.items()}, target)
 
 
 class Best:

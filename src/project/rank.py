@@ -1,14 +1,10 @@
 """One rank of a run: its environment, log file, process group, and what it says when it fails."""
 
-import contextlib
 import logging
 import os
-import sys
-import threading
 import time
 import traceback
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -17,23 +13,13 @@ import torch
 import torch.distributed as dist
 from hydra.errors import InstantiationException
 from omegaconf import DictConfig, OmegaConf
-from tqdm import tqdm
 
 from project import signals
 from project.devices import on_gpu, threads_a_rank
 from project.errors import Preempted, RankFailed, UserError
 from project.failure import end_with_parent, pid_file, record_failure, write_preempted
 from project.files import write_json
-
-# Upstream's warnings that do not apply here, by a pattern of how they begin.
-UNFOUNDED = (
-    "It is recommended to use `self.log",  # asks for sync_dist; our values are reduced already
-    "`isinstance.treespec, LeafSpec.` is deprecated",  # Lightning 2.6.6 on torch 2.14
-    "Total length of `list` across ranks is zero",  # data.val_fraction=0 asks for no validation
-    "The number of training batches .* is smaller than the logging interval",
-    "You're resuming from a checkpoint that ended before the epoch ended",  # exactly, see resume.py
-    "The '.*_dataloader' does not have many workers",  # batches are slices of a mapped array
-)
+from project.logs import rank_logging
 
 Train = Callable[[DictConfig, Path], dict[str, Any]]
 
@@ -60,7 +46,7 @@ def run_rank(folder: Path, train: Train, store: dist.Store | None = None) -> Non
     report.parent.mkdir(exist_ok=True)
     train_log = folder / "train.log" if rank == 0 else None
     pid = pid_file(folder / "ranks" / f"{rank}.pid")
-    with pid, _logging(train_log, report), signals.handled():
+    with pid, rank_logging(train_log, report), signals.handled():
         try:
             cfg: Any = OmegaConf.load(folder / ".hydra" / "config.yaml")
             _join_group(cfg, store)
@@ -119,56 +105,6 @@ def _mistake_behind(error: BaseException) -> str | None:
     if by_lightning and isinstance(error, of_arguments):
         return f"{' '.join(first.split())} (traceback in the run's train.log)"
     return None
-
-
-class Console(logging.StreamHandler):
-    """Keeps clear of the bar, and goes quiet when nobody reads any more (`train.py | head`)."""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        """Leaves out what the bar shows."""
-        return not getattr(record, "on_bar", False)
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Writes above the bar."""
-        with tqdm.external_write_mode(self.stream):
-            super().emit(record)
-
-    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
-        """Training goes on; train.log has it all."""
-        if not isinstance(sys.exc_info()[1], BrokenPipeError):
-            super().handleError(record)
-
-
-@contextlib.contextmanager
-def _logging(train_log: Path | None, report: Path) -> Iterator[None]:
-    """Rank 0 speaks on the console and in `train_log`; the others only in `ranks/`, prints too."""
-    handlers: list[logging.Handler] = [Console(sys.stdout)]
-    if train_log:
-        handlers.append(logging.FileHandler(train_log))
-        handlers[-1].setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-    else:
-        with report.with_suffix(".log").open("ab") as file:
-            for stream in (sys.stdout, sys.stderr):
-                stream.flush()
-                os.dup2(file.fileno(), stream.fileno())
-    import lightning.pytorch  # sets its loggers up when imported: so before they are changed here
-
-    tqdm.set_lock(threading.RLock())  # its own would start a process to track semaphores
-    root = logging.getLogger()
-    before = root.level, root.handlers
-    root.setLevel(logging.INFO)
-    root.handlers = handlers
-    lightning.pytorch._logger.setLevel(logging.WARNING)  # no tips, no notices
-    logging.captureWarnings(True)
-    for pattern in UNFOUNDED:
-        warnings.filterwarnings("ignore", pattern)
-    try:
-        yield
-    finally:
-        logging.captureWarnings(False)
-        root.level, root.handlers = before
-        for handler in handlers:
-            handler.close()
 
 
 def _join_group(cfg: DictConfig, store: dist.Store | None) -> None:

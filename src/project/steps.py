@@ -1,0 +1,70 @@
+"""How many images a rank takes at a time, and how many optimizer steps make a training."""
+
+import math
+
+from project.errors import UserError
+
+
+def local_batch_size(batch_size: int, world_size: int, accumulate: int) -> int:
+    """Images a rank takes at a time, so that one optimizer step sees `batch_size` of them.
+
+    Raises:
+        UserError: the global batch does not divide; the nearest sizes that do are named.
+    """
+    parts = world_size * accumulate
+    if batch_size > 0 and batch_size % parts == 0:
+        return batch_size // parts
+    below = batch_size // parts * parts
+    sizes = " or ".join(str(size) for size in (below, below + parts) if size > 0)
+    raise UserError(
+        f"data.batch_size={batch_size} is the global batch and does not divide by "
+        f"{world_size} ranks × {accumulate} accumulated batches. Nearest that do: {sizes}."
+    )
+
+
+def steps_per_epoch(num_images: int, batch_size: int) -> int:
+    """Optimizer steps of an epoch; the images that do not fill the last are dropped.
+
+    Raises:
+        UserError: there is not even one.
+    """
+    if not 1 <= batch_size <= num_images:
+        raise UserError(
+            f"data.batch_size={batch_size}: choose 1 to {num_images}, the count of training images."
+        )
+    return num_images // batch_size
+
+
+def num_steps(
+    steps_an_epoch: int,
+    accumulate: int,
+    limit_batches: float | int | None,
+    max_epochs: int | None,
+    max_steps: int,
+) -> int:
+    """Optimizer steps of a whole training, from the limits of Lightning's Trainer.
+
+    Args:
+        limit_batches: batches of a rank and epoch: a number, a fraction, or None.
+        max_epochs, max_steps: -1 (or None) for no limit.
+
+    Raises:
+        UserError: training has no end or no step, or an epoch's limit cuts a step in two.
+    """
+    if accumulate < 1:
+        raise UserError(f"trainer.accumulate_grad_batches={accumulate} must be at least 1.")
+    batches = steps_an_epoch * accumulate
+    limit = 1.0 if limit_batches is None else limit_batches
+    limited = min(batches, limit) if isinstance(limit, int) else int(batches * limit)
+    if limited % accumulate:
+        raise UserError(
+            f"trainer.limit_train_batches={limit} leaves {limited} batches an epoch, not whole "
+            f"optimizer steps of trainer.accumulate_grad_batches={accumulate}."
+        )
+    epochs = math.inf if max_epochs is None or max_epochs < 0 else max_epochs
+    steps = limited // accumulate * epochs
+    steps = min(steps, max_steps) if max_steps >= 0 else steps
+    if steps in (0, math.inf):
+        wrong = "no end" if steps else "no step"
+        raise UserError(f"Set trainer.max_epochs or trainer.max_steps: training has {wrong}.")
+    return int(steps)
