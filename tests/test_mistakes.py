@@ -81,7 +81,7 @@ def test_an_unknown_word_is_refused_with_the_nearest_that_exists(monkeypatch, wo
         ("data.val_fraction=1.5", "data.val_fraction=1.5 must lie in [0, 1)"),
         ("data.num_workers=-1", "num_workers >= 0"),
         ("data.image_size=0", "image_size >= 1"),
-        ("data.mean=[0.5]", "three each of mean and std"),
+        ("data.mean=[0.5]", "three each of mean, std"),
         ("data.augment.crop_padding=40", "data.augment.crop_padding=40"),
         ("scheduler.decay=exp", "scheduler.decay=exp: choose linear, cosine or null"),
         ("scheduler.warmup=2", "scheduler.warmup=2"),

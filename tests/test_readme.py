@@ -2,14 +2,18 @@
 
 import re
 import shlex
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from hydra import compose, initialize_config_dir
+from train import train
 
 from conftest import REPOSITORY
 from project.errors import UserError
+from project.launch import run
+from project.resume import take_up
 
 README = (REPOSITORY / "README.md").read_text()
 CODE = [line.strip() for line in README.splitlines() if line.startswith("    ")]
@@ -34,6 +38,8 @@ ELSEWHERE = {
     "pre-commit install": "CI runs its hooks' tools",
     "python -m project.env": "test_env.py",
     "python train.py model=mine": "test_five_minutes.py",
+    "torchrun --max-restarts": "a name, no command",
+    "torchrun --max-restarts=3": "test_an_outside_torchrun_restarts_in_the_same_folder",
     "python train.py --help": "test_help_under_torchrun_ends_on_all_ranks",
     "torchrun --nproc-per-node=4 train.py trainer.devices=4": "test_torchrun_trains_in_one_folder",
 }
@@ -77,7 +83,13 @@ def words_of(command: str, request: pytest.FixtureRequest) -> list[str]:
         if c not in ELSEWHERE
     ],
 )
-def test_the_command_runs(job, request, command):
+def test_the_command_runs(job, request, command, tmp_path):
+    if "resume=FOLDER" in command:
+        trained = request.getfixturevalue("trained").parents[1]
+        folder, words = shutil.copytree(trained, tmp_path / "run"), shlex.split(command)[3:]
+        if take_up(folder, words, REPOSITORY / "conf"):
+            run(folder, train)
+        return
     words = [word for word in words_of(command, request) if "trainer.devices" not in word]
     if "-m" in words:  # the first job of the sweep
         words = [word.split(",")[0] for word in words if word != "-m"]
@@ -87,7 +99,8 @@ def test_the_command_runs(job, request, command):
     elif "fit=false" in words:
         job(*words)
     else:
-        job(*words, *SHORT)
+        more = ["trainer.max_epochs=2"] if "ckpt_path" in command else []
+        job(*words, *SHORT, *more)
 
 
 def test_the_plain_default_is_the_cifar10_recipe():

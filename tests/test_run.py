@@ -43,12 +43,13 @@ def test_the_quickstart_trains_in_a_minute_and_tests_above_90_percent(folder):
 
 def test_the_folder_holds_what_the_design_says(folder):
     files = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
-    hydra = {f".hydra/{name}.yaml" for name in ("config", "hydra", "overrides")}
-    checkpoints = {f"checkpoints/{name}" for name in ("last.ckpt", "best.ckpt", "model.pt")}
-    others = {"metrics.csv", "results.json", "train.log", "ranks/1-0.log"}
-    plots = {f"plots/{name}.png" for name in ("curves", "confusion", "mistakes")}
+    expected = {f".hydra/{name}.yaml" for name in ("config", "hydra", "overrides")}
+    names = "last.ckpt", "previous.ckpt", "best.ckpt", "model.pt"
+    expected |= {f"checkpoints/{name}" for name in names}
+    expected |= {"metrics.csv", "results.json", "train.log", "ranks/1-0.log", "ranks/lock"}
+    expected |= {f"plots/{name}.png" for name in ("curves", "confusion", "mistakes")}
     tensorboard = {name for name in files if name.startswith("tensorboard/")}
-    assert files - tensorboard == hydra | checkpoints | others | plots  # no part of a file
+    assert files - tensorboard == expected  # no part of a file
     assert any("events.out.tfevents" in name for name in tensorboard)
 
 

@@ -4,7 +4,6 @@ import logging
 from pathlib import Path
 from typing import Any
 
-import lightning
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.trainer.states import TrainerFn
 
@@ -83,14 +82,16 @@ class RunRecord(Checkpoint):
         """Makes the position of the run that wrote a checkpoint that of this one.
 
         Raises:
-            UserError: its optimizer is another, or its place in an epoch does not exist here.
+            UserError: this run cannot go on from there.
         """
         if trainer.state.fn == TrainerFn.FITTING:
             state, steps = checkpoint["callbacks"][self.state_key], trainer.datamodule.num_steps()
-            self._then = checkpoint["config"], state["num_steps"]
-            trainer.should_stop = not continuation.goes_on(checkpoint, state, steps)
             accumulate = trainer.accumulate_grad_batches
             continuation.take_position(checkpoint, state, self.config, steps, accumulate)
+            self._renews = continuation.drop_schedule(checkpoint, state, self.config, steps)
+            trainer.should_stop = not continuation.goes_on(checkpoint, state, steps)
+            if trainer.should_stop and Path(trainer.ckpt_path).parent != self.last_path.parent:
+                continuation.refuse(checkpoint)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes up the history of the run that wrote a checkpoint."""
@@ -109,7 +110,7 @@ class RunRecord(Checkpoint):
         step = trainer.global_step
         if step:
             continuation.rebuild_buckets(trainer, pl_module)
-            if not continuation.has_same_schedule(*self._then, self.config, self._num_steps):
+            if self._renews:
                 continuation.renew_schedule(trainer, pl_module)
         self._agreement = Agreement(step, self.every_n_steps, self.every_minutes)
         self._step_file = StepFile(self.folder / "ranks" / f"{trainer.global_rank}.step")
@@ -125,14 +126,13 @@ class RunRecord(Checkpoint):
             return
         due.look(step)
         if due.is_save_due or due.request:
-            # At the end of an epoch and before a validation it waits for those to be over: going
-            # on from here would leave them out.
+            # An epoch's end and a validation come first: going on from here would leave them out.
             loop, fetcher = trainer.fit_loop.epoch_loop, trainer.fit_loop._data_fetcher
             is_end = loop._num_ready_batches_reached() or step == self._num_steps
             if not is_end and not loop._should_check_val_fx(fetcher):
                 self._settle(trainer)
 
-    def on_validation_start(self, trainer: lightning.Trainer, pl_module: Any) -> None:
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
         """Does not let a broken network be validated."""
         if trainer.state.fn == TrainerFn.FITTING:
             pl_module.losses.check(trainer)
@@ -166,7 +166,7 @@ class RunRecord(Checkpoint):
         signals.defer(False)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """A rank that has failed, or is stopping, is not asked to stop any more."""
+        """A rank that ends is not asked to stop any more."""
         signals.end()
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:

@@ -2,7 +2,7 @@
 
 import logging
 import warnings
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -21,6 +21,14 @@ def goes_on(checkpoint: dict[str, Any], state: dict[str, Any], num_steps: int) -
     """
     was_stopped = state["is_stopped"] and num_steps == state["num_steps"]  # early, by a callback
     return checkpoint["global_step"] < num_steps and not was_stopped
+
+
+def refuse(checkpoint: dict[str, Any]) -> NoReturn:
+    """Raises UserError: a new folder, and nothing to train in it."""
+    raise UserError(
+        f"ckpt_path has trained {checkpoint['global_step']} steps already: set trainer.max_epochs "
+        f"or trainer.max_steps to go on, or fit=false to evaluate."
+    )
 
 
 def take_position(
@@ -46,6 +54,9 @@ def take_position(
             f"The checkpoint's run used {names[0]}, whose state is of no use to {names[1]}. "
             f"weights=FILE takes up the weights alone."
         )
+    decays = [bool(c["optimizer"].get("weight_decay")) for c in (then, config)]
+    if decays[0] != decays[1]:
+        raise UserError("optimizer.weight_decay can change, but not from or to 0, in a checkpoint.")
     if state["is_cut"] and goes_on(checkpoint, state, num_steps):
         _reopen_epoch(checkpoint, state)
     progress = loops["epoch_progress"]["current"]
@@ -95,12 +106,16 @@ def rebuild_buckets(trainer: Any, task: Any) -> None:
         buffer.copy_(before)
 
 
-def has_same_schedule(
-    then: dict[str, Any], num_steps_then: int, now: dict[str, Any], num_steps: int
+def drop_schedule(
+    checkpoint: dict[str, Any], state: dict[str, Any], config: dict[str, Any], num_steps: int
 ) -> bool:
-    """Whether two configs, with the steps of their trainings, give each step the same rate."""
-    keys = "optimizer", "scheduler"
-    return num_steps == num_steps_then and all(then[key] == now[key] for key in keys)
+    """Takes the schedule out of a checkpoint if this training has another; returns whether."""
+    then = checkpoint["config"]
+    is_same = all(then[key] == config[key] for key in ("optimizer", "scheduler"))
+    if is_same and num_steps == state["num_steps"]:
+        return False
+    checkpoint["lr_schedulers"] = []
+    return True
 
 
 def renew_schedule(trainer: Any, task: Any) -> None:
