@@ -12,6 +12,7 @@ def done(command):
     return command("python", "-m", "project.env", "--json")
 
 
+@pytest.mark.slow
 def test_json_stands_alone_on_stdout_and_tells_of_a_real_all_reduce(done):
     report = json.loads(done.stdout)
     assert done.returncode == 0, done.stderr
@@ -23,6 +24,7 @@ def test_json_stands_alone_on_stdout_and_tells_of_a_real_all_reduce(done):
     assert report["limits"].keys() == {"disk_gib", "shared_memory_gib", "open_files"}
 
 
+@pytest.mark.slow
 def test_missing_data_is_a_note_and_the_quickstart_can_start(done):
     report = json.loads(done.stdout)  # run outside the project: no conf/
     assert any("no conf/train.yaml here" in note for note in report["notes"])

@@ -186,7 +186,7 @@ def test_the_test_scores_the_best_checkpoint_not_the_last(alone, working_folder)
     ("how", "rank", "reason"),
     [
         ("exception", 1, "rank 1 failed: ArithmeticError: injected"),
-        ("vanish", 1, "rank 1 died without a word"),
+        pytest.param("vanish", 1, "rank 1 died without a word", marks=pytest.mark.slow),
         # ... ended with status -9, or: died without a word
         pytest.param("kill", 1, "rank 1 ", marks=pytest.mark.slow),
     ],
@@ -209,7 +209,7 @@ def test_the_first_failing_rank_ends_the_job_and_is_named(command, tmp_path, how
 
 
 ENDINGS = [
-    (signal.SIGTERM, 143),
+    pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow),
     pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow),
     (signal.SIGKILL, -9),
 ]
@@ -258,6 +258,7 @@ def test_the_agents_signal_handlers_and_silence_end_with_it():
     assert logging.getLogger("project").isEnabledFor(logging.CRITICAL)
 
 
+@pytest.mark.slow
 def test_help_under_torchrun_ends_on_all_ranks(command):
     done = command("torchrun", "--nproc-per-node=2", "train.py", "--help")
     assert done.returncode == 0, done.stderr

@@ -181,6 +181,7 @@ def test_a_file_in_place_of_the_folder_is_named(job, tmp_path, root):
         job("data=imagefolder", f"data.root={tmp_path}/{root}", "model=cnn")
 
 
+@pytest.mark.slow
 def test_closed_streams_do_no_harm(tmp_path, working_folder):
     words = " ".join([*TINY, "test=false", f"hydra.run.dir={tmp_path}/run"])
     line = f"{sys.executable} {TRAIN} {words} 0<&- 1>&- 2>&-"

@@ -64,6 +64,9 @@ def run(folder: Path, train: Train) -> dict[str, Any]:
         if not cfg.fit:
             take_up_config(cfg, folder)
         _launch(folder, train, cfg)
+        results = read_results(folder)
+        if results.get("status") != "complete":
+            raise RankFailed("the ranks ended in order, but without results")
     except (UserError, RankFailed) as error:
         stopped = preempted(folder)
         if stopped and isinstance(error, RankFailed):  # ranks that were stopped end like this
@@ -76,7 +79,7 @@ def run(folder: Path, train: Train) -> dict[str, Any]:
             write_preempted(folder, stopped)
         raise stopped from None
     tidy(folder)
-    return read_results(folder)
+    return results
 
 
 def _launch(folder: Path, train: Train, cfg: Any) -> None:

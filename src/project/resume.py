@@ -26,7 +26,7 @@ def resumed(words: list[str]) -> Path | None:
     given = [word.partition("=")[2] for word in words if word.startswith("resume=")]
     if not given or {"--help", "-h"} & {*words}:
         return None
-    folder = Path(given[-1].strip("'\""))
+    folder = Path(_unquoted(given[-1]))
     if options := [word for word in words if word.startswith("-")]:
         raise UserError(f"resume={folder} takes values only, not {options[0]}.")
     if (folder / "multirun.yaml").exists():
@@ -77,6 +77,13 @@ def take_up(folder: Path, words: list[str], groups: Path) -> Callable[[], None] 
             write_atomically(file, lambda part, text=text: part.write(text))
     (folder / "results.json").unlink(missing_ok=True)
     return undo
+
+
+def _unquoted(value: str) -> str:
+    """A value of the command line, of which Hydra's quotes are taken off."""
+    if value[:1] not in ("'", '"'):
+        return value
+    return str(OverridesParser.create().parse_override(f"resume={value}").value())
 
 
 def _with_values(then: DictConfig, words: list[str], groups: Path) -> DictConfig:
