@@ -3,9 +3,11 @@
 import contextlib
 import csv
 import json
+import multiprocessing
 import os
 import resource
 import shutil
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from train import train
 
 from conftest import REPOSITORY, TINY
 from laws import differences, interrupted
+from project import signals
 from project.checkpoint import begun
 from project.errors import Preempted, RankFailed, UserError
 from project.failure import StepFile, check_progress
@@ -492,6 +495,54 @@ def test_secrets_stay_in_the_environment(job, monkeypatch):
     files = [path for path in folder.parent.rglob("*") if path.is_file()]
     assert len(files) > 10
     assert [path for path in files if b"s3cret-token" in path.read_bytes()] == []
+
+
+# Signals
+
+
+def ask(number: int) -> None:
+    os.kill(os.getpid(), number)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_request_is_granted_at_once_or_by_training(number, monkeypatch):
+    before = signal.getsignal(number)
+    with pytest.raises(Preempted, match=f"stopped by {number.name}"), signals.handled():
+        ask(number)
+    with signals.handled():
+        signals.defer(True)
+        ask(number)
+        ask(signal.SIGTERM)  # twice is once
+        assert signals.requested() == number
+        signals.end()
+        ask(number)
+    monkeypatch.setattr(signals, "GRACE", 0.05)
+    with signals.handled():
+        signals.defer(True)
+        ask(number)
+        with pytest.raises(Preempted, match=number.name):
+            signal.pause()  # where training takes too long to come to a step
+    assert signal.getsignal(number) == before
+
+
+def test_a_loader_worker_leaves_the_answer_to_its_rank(monkeypatch):
+    """It gets the signal too, if it is sent to all processes of a group."""
+
+    def worker(queue) -> None:
+        ask(signal.SIGINT)
+        ask(signal.SIGTERM)
+        queue.put("alive")
+        signal.pause()
+
+    monkeypatch.setattr(signals, "GRACE", 0.1)
+    fork = multiprocessing.get_context("fork")
+    with signals.handled():
+        queue = fork.SimpleQueue()
+        process = fork.Process(target=worker, args=(queue,))
+        process.start()
+        assert queue.get() == "alive"
+        process.join(10)
+    assert process.exitcode == -signal.SIGALRM
 
 
 # Restarts

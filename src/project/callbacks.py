@@ -19,16 +19,14 @@ log = logging.getLogger("project")
 class RunRecord(Checkpoint):
     """Keeps the record of a run in its folder: `checkpoints/` and `metrics.csv`.
 
-    Saves `last.ckpt` at the end of each epoch, in between when that is due, and when a signal asks
-    the run to stop: always at a step from which training goes on as if it had never stopped. The
-    history travels inside, and `metrics.csv` is written whole from it. At the end `model.pt`: the
-    plain state dict of the network, best or else last.
+    Saves `last.ckpt` at the end of each epoch, when else it is due, and when a signal asks the run
+    to stop: always at a step from which training goes on as if it had never stopped. The history
+    travels inside, `metrics.csv` is written whole from it. At the end `model.pt`: a state dict.
 
     Args:
         folder: of the run; rank 0 writes.
         config: the run's, plain and unresolved; travels in the checkpoints.
-        every_n_steps: saves inside epochs, counted in optimizer steps of the whole training.
-        every_minutes: saves when the latest is so old.
+        every_n_steps, every_minutes: saves inside epochs; optimizer steps, of the whole training.
         top_k: how many of the best checkpoints to keep.
 
     Attributes:
@@ -166,7 +164,7 @@ class RunRecord(Checkpoint):
         signals.defer(False)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """A rank that ends is not asked to stop any more."""
+        """A rank that ends is not asked to stop."""
         signals.end()
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
@@ -187,6 +185,8 @@ class RunRecord(Checkpoint):
     def _settle(self, trainer: Any) -> None:
         """Saves, and stops, if that is due; all ranks are here."""
         due = self._agreement
+        if due.request:
+            signals.end()  # no further one interrupts the saving
         if due.is_save_due or due.request:
             trainer.lightning_module.losses.check(trainer)
             trainer.save_checkpoint(self.last_path)

@@ -1,6 +1,5 @@
 """Going on from a checkpoint as if training had never stopped."""
 
-import logging
 import warnings
 from typing import Any, NoReturn
 
@@ -8,8 +7,6 @@ import torch
 
 from project.errors import UserError
 from project.steps import local_batch_size
-
-log = logging.getLogger("project")
 
 
 def goes_on(checkpoint: dict[str, Any], state: dict[str, Any], num_steps: int) -> bool:
