@@ -287,11 +287,13 @@ def in_place(folder: Path, train, **trainer) -> dict:
 
 def test_success_is_what_this_attempt_writes(tmp_path):
     (tmp_path / "ranks").mkdir()
-    stale = [tmp_path / "results.json", tmp_path / "ranks/1-0.json", tmp_path / "ranks/1.pid"]
+    names = "results.json ranks/1-0.json ranks/1.pid .metrics.csv-0 checkpoints/.last.ckpt-0"
+    stale = [tmp_path / name for name in names.split()]
+    (tmp_path / "checkpoints").mkdir()
     for path in stale:
         path.write_text("{}")
     seen = in_place(tmp_path, lambda cfg, folder: {"stale": [path.exists() for path in stale]})
-    assert seen["stale"] == [False] * 3
+    assert seen["stale"] == [False] * 5
     assert seen["status"] == "complete"
 
 

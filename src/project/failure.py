@@ -136,8 +136,8 @@ def next_attempt(folder: Path) -> int:
 
 def clear(folder: Path) -> None:
     """Removes what an earlier attempt has left: success and failure are what the next writes."""
-    stale = "results.json", "ranks/*.json", "ranks/*.pid", "ranks/*.step", "checkpoints/.*"
-    _remove(folder, *stale)
+    parts = ".*-*", "*/.*-*"  # of files that were being written
+    _remove(folder, "results.json", "ranks/*.json", "ranks/*.pid", "ranks/*.step", *parts)
 
 
 def tidy(folder: Path) -> None:
