@@ -35,8 +35,7 @@ def train(cfg: DictConfig, folder: Path) -> dict[str, Any]:
     data = instantiate(cfg.data, seed=cfg.seed, _convert_="all")
     data.open(test=cfg.test)  # what is missing or broken shows now, not after the training
     num_classes = data.num_classes
-    start = checkpoint.begun(folder) if cfg.fit else None
-    start = start or cfg.ckpt_path
+    start = (checkpoint.begun(folder) if cfg.fit else None) or cfg.ckpt_path
     lightning.seed_everything(cfg.seed, workers=True, verbose=False)  # packing has no say in it
     task = Classifier(
         network(cfg, num_classes, start),
@@ -82,7 +81,7 @@ def network(cfg: DictConfig, num_classes: int, start: str | None) -> nn.Module:
     """
     net = instantiate(cfg.model, num_classes=num_classes, _convert_="all")
     if start:
-        checkpoint.check_run(net, start)
+        checkpoint.check_run(net, start, "ckpt_path" if start == cfg.ckpt_path else "resume")
     elif cfg.weights:
         checkpoint.load_weights(net, cfg.weights, num_classes)
     if cfg.compile:

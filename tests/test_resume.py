@@ -325,6 +325,10 @@ def test_more_accumulated_batches_go_on_at_the_same_image(half, whole, go_on):
         ("checkpoint.top_k=0", "must be at least 1"),
         ("model=resnet18", "resume keeps the choices of the run"),
         ("+experiment=tutorial", "resume keeps the choices"),
+        ("seed=7", "seed was 0 .* between epochs only"),
+        ("trainer.max_epochs=abc", "trainer.max_epochs='abc' is not of type"),
+        ("trainer.max_steps=[1]", "trainer.max_steps=.* is not of type"),
+        ("~seed", "seed=None is not of type int"),
         ("hydra.run.dir=x", "is for new runs"),
         ("seed=1,2", "is for new runs"),
     ],
@@ -337,6 +341,18 @@ def test_values_that_cannot_be_are_refused_and_nothing_is_lost(half, go_on, word
     after = {p: c for p, (c, _) in content(folder).items() if "rank" not in str(p)}
     log = folder / "train.log"  # tells of the attempt
     assert before | {log: b""} == after | {log: b""}
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [(".hydra/config.yaml", text) for text in (b"", b"seed: 0\nlaunch:\n", b"- 1", b"\xff\xfe\x00")]
+    + [("results.json", text) for text in (b"", b"[1]", b"\xff")],
+)
+def test_a_damaged_file_of_a_run_is_named(half, go_on, name, content):
+    folder = half()
+    (folder / name).write_bytes(content)
+    with pytest.raises(UserError, match=f"{name} is damaged"):
+        go_on(folder)
 
 
 def test_an_unknown_value_is_refused(half, go_on):
@@ -353,6 +369,8 @@ def test_what_is_no_run_is_refused(tmp_path):
     (tmp_path / "sweep/multirun.yaml").touch()
     assert resumed(["seed=1"]) is None
     for words, message in [
+        (["resume="], "is not there"),
+        (["+resume=nowhere"], "is not there"),
         (["resume=nowhere"], "is not there"),
         ([f"resume={tmp_path}"], "holds no run"),
         ([f"resume={tmp_path}/sweep"], "is a sweep"),
@@ -413,7 +431,7 @@ def test_steps_that_come_anew_hide_those_of_before(job, go_on):
     assert len(list(folder.glob("csv/version_*/metrics.csv"))) == 2
 
 
-def test_a_damaged_checkpoint_makes_way_for_the_one_before(half, whole, go_on, caplog):
+def test_a_damaged_checkpoint_makes_way_for_the_one_before(half, whole, go_on, caplog, monkeypatch):
     folder = half("checkpoint.every_n_steps=2")
     last = folder / "checkpoints/last.ckpt"
     for damage in "truncated", "flipped", "empty":
@@ -425,12 +443,26 @@ def test_a_damaged_checkpoint_makes_way_for_the_one_before(half, whole, go_on, c
         (copy / "checkpoints/last.ckpt").write_bytes(kept)
         assert begun(copy) == str(copy / "checkpoints/previous.ckpt")
         assert "last.ckpt is damaged" in caplog.text
+    seen = []
+    monkeypatch.setattr(os, "fsync", lambda number: seen.append(begun(copy)))
     go_on(copy, "~callbacks.asks")
+    assert seen[-1] == str(copy / "checkpoints/last.ckpt")  # and at each moment one was whole
     assert differences(whole, copy) == []
     for name in "last.ckpt", "previous.ckpt":
         (folder / "checkpoints" / name).write_bytes(b"x")
     with pytest.raises(UserError, match="no undamaged checkpoint"):
         begun(folder)
+
+
+def test_so_it_does_in_a_complete_run_that_is_to_go_on(whole, go_on, job, caplog):
+    (whole / "checkpoints/last.ckpt").write_bytes(b"")
+    (whole / "checkpoints/best.ckpt").write_bytes(b"")
+    assert go_on(whole, "trainer.max_epochs=3")["steps"] == 27
+    assert "last.ckpt is damaged" in caplog.text
+    for path in (whole / "checkpoints").iterdir():
+        path.unlink()
+    with pytest.raises(UserError, match=r"no checkpoints/last\.ckpt to go on from"):
+        go_on(whole, "trainer.max_epochs=4")
 
 
 class Trap:
@@ -440,12 +472,17 @@ class Trap:
         return os._exit, (1,)
 
 
-def test_a_checkpoint_that_would_run_code_is_refused_everywhere(half, go_on, job):
-    folder = half()
+def test_a_checkpoint_that_would_run_code_is_refused_everywhere(half, whole, go_on, job):
+    folder, other = half(), half(name="other")
     path = folder / "checkpoints/last.ckpt"
     torch.save(torch.load(path, weights_only=True) | {"trap": Trap()}, path)
     with pytest.raises(UserError, match="could run code"):
         go_on(folder)
+    shutil.copy(path, whole / "checkpoints/last.ckpt")
+    with pytest.raises(UserError, match="could run code"):
+        go_on(whole, "trainer.max_epochs=3")
+    shutil.copy(path, other / "checkpoints/best.ckpt")
+    go_on(other, "~callbacks.asks")  # the best is found anew
     for number, words in enumerate(
         [[f"ckpt_path={path}"], [f"weights={path}"], [f"ckpt_path={path}", "fit=false"]]
     ):
@@ -486,15 +523,24 @@ def test_a_full_disk_ends_in_a_line_and_the_earlier_checkpoint_is_whole(half, go
     assert [path.name for path in (folder / "checkpoints").iterdir()] == ["last.ckpt"]
 
 
-def test_secrets_stay_in_the_environment(job, monkeypatch):
+def test_secrets_stay_in_the_environment(job, monkeypatch, tmp_path, capfd):
     monkeypatch.setenv("TOKEN", "s3cret-token")
+    monkeypatch.setenv("FOLDER", f"{tmp_path}/s3cret-root")
     words = ["+token=${oc.env:TOKEN}", "+logger.tensorboard.comment=${oc.env:TOKEN}"]
-    folder = job(*TINY, "logger=[tensorboard,csv]", "trainer.max_steps=2", "test=false", *words)
-    with pytest.raises(UserError, match=r"optimizer.lr='\${oc.env:TOKEN}' is not"):
-        job(*TINY, "optimizer.lr=${oc.env:TOKEN}", name="wrong")
-    files = [path for path in folder.parent.rglob("*") if path.is_file()]
-    assert len(files) > 10
-    assert [path for path in files if b"s3cret-token" in path.read_bytes()] == []
+    words += ["data.root=${oc.env:FOLDER}"]
+    job(*TINY, "logger=[tensorboard,csv]", "trainer.max_steps=2", "test=false", *words)
+    wrong = {
+        "optimizer.lr=${oc.env:TOKEN}": r"optimizer.lr='\${oc.env:TOKEN}' is not",
+        "weights=/tmp/${oc.env:TOKEN}": "there is no such file",
+        "trainer.accelerator=${oc.env:TOKEN}": "choose auto, cpu or gpu",
+    }
+    for number, (word, message) in enumerate(wrong.items()):
+        with pytest.raises(UserError, match=message):
+            job(*TINY, word, name=f"wrong{number}")
+    files = [path for path in tmp_path.glob("*/**/*") if path.is_file() and "root" not in str(path)]
+    assert len(files) > 20
+    assert [path for path in files if b"s3cret" in path.read_bytes()] == []
+    assert "s3cret" not in capfd.readouterr().out
 
 
 # Signals

@@ -11,7 +11,7 @@ from project import continuation, keep, signals
 from project.agreement import Agreement
 from project.errors import Preempted
 from project.failure import StepFile
-from project.files import write_csv
+from project.files import link_atomically, write_csv
 
 log = logging.getLogger("project")
 
@@ -26,7 +26,7 @@ class RunRecord(Checkpoint):
     Args:
         folder: of the run; rank 0 writes.
         config: the run's, plain and unresolved; travels in the checkpoints.
-        every_n_steps, every_minutes: saves inside epochs; optimizer steps, of the whole training.
+        every_n_steps, every_minutes: saves inside epochs; optimizer steps of the whole training.
         top_k: how many of the best checkpoints to keep.
 
     Attributes:
@@ -101,6 +101,7 @@ class RunRecord(Checkpoint):
         if trainer.ckpt_path:
             self.best.adopt(Path(trainer.ckpt_path), writes=trainer.is_global_zero)
             if trainer.is_global_zero:
+                link_atomically(Path(trainer.ckpt_path), self.last_path)  # in place of a damaged
                 write_csv(self.folder / "metrics.csv", self.history)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
@@ -118,13 +119,13 @@ class RunRecord(Checkpoint):
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """At a step boundary saves or stops, if all ranks find it due."""
-        step, due = trainer.global_step, self._agreement
+        due, step = self._agreement, trainer.global_step
         self._step_file.write(step)
         if (batch_idx + 1) % trainer.accumulate_grad_batches:
             return
         due.look(step)
         if due.is_save_due or due.request:
-            # An epoch's end and a validation come first: going on from here would leave them out.
+            # An epoch's end and a validation come first: to go on from here would leave them out.
             loop, fetcher = trainer.fit_loop.epoch_loop, trainer.fit_loop._data_fetcher
             is_end = loop._num_ready_batches_reached() or step == self._num_steps
             if not is_end and not loop._should_check_val_fx(fetcher):
@@ -154,8 +155,7 @@ class RunRecord(Checkpoint):
         self.history.append(row)
         log.info("  ".join(f"{k} {v:.4f}" if "/" in k else f"{k} {v}" for k, v in row.items()))
         self._is_cut = not trainer.fit_loop.epoch_loop._num_ready_batches_reached()
-        self._is_stopped = trainer.should_stop
-        self._agreement.is_save_due = True
+        self._is_stopped, self._agreement.is_save_due = trainer.should_stop, True
         self._agreement.speak(trainer.global_step)
         self._settle(trainer)
 

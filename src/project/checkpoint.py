@@ -55,15 +55,15 @@ def begun(folder: Path) -> str | None:
     Raises:
         UserError: both are damaged.
     """
-    there = [path for path in (folder / LAST, folder / PREVIOUS) if path.exists()]
-    for path in there:
+    paths = folder / LAST, folder / PREVIOUS
+    if not any(path.exists() for path in paths):
+        return None
+    for path in paths:
         wrong = _damage(path)
         if not wrong:
             return str(path)
         log.warning("%s is damaged (%s)", path, wrong)
-    if there:
-        raise UserError(f"{folder} has no undamaged checkpoint to go on from.")
-    return None
+    raise UserError(f"{folder} has no undamaged checkpoint to go on from.")
 
 
 def _damage(path: Path) -> str | None:
@@ -76,16 +76,16 @@ def _damage(path: Path) -> str | None:
         return str(error)
 
 
-def read_run(path: str) -> dict[str, Any]:
-    """Reads the checkpoint of a run, `ckpt_path`.
+def read_run(path: str, key: str = "ckpt_path") -> dict[str, Any]:
+    """Reads the checkpoint of a run.
 
     Raises:
         UserError: see `read`; or it is somebody else's.
     """
-    content = read(path, "ckpt_path")
+    content = read(path, key)
     config = content.get("config")
     if not isinstance(config, dict) or {"model", "data", "trainer"} - config.keys():
-        raise UserError(f"ckpt_path={path} is of no run of ours. Weights alone: weights={path}.")
+        raise UserError(f"{key}={path} is of no run of ours. Weights alone: weights={path}.")
     return content
 
 
@@ -137,11 +137,10 @@ def load_weights(net: nn.Module, path: str, num_classes: int) -> None:
         log.info("weights=%s is for other classes; starts anew: %s", path, ", ".join(heads))
 
 
-def check_run(net: nn.Module, path: str) -> None:
-    """Raises UserError unless the checkpoint of a run, `ckpt_path`, is of this network."""
-    check_fit(
-        net, weights_in(read_run(path), net.state_dict(), path, "ckpt_path"), f"ckpt_path={path}"
-    )
+def check_run(net: nn.Module, path: str, key: str = "ckpt_path") -> None:
+    """Raises UserError unless the checkpoint of a run is of this network."""
+    weights = weights_in(read_run(path, key), net.state_dict(), path, key)
+    check_fit(net, weights, f"{key}={path}")
 
 
 def check_fit(net: nn.Module, weights: dict[str, Tensor], source: str) -> None:

@@ -58,12 +58,14 @@ def take_position(
         _reopen_epoch(checkpoint, state)
     progress = loops["epoch_progress"]["current"]
     is_inside = progress["started"] > progress["processed"]
-    for key in "batch_size", "limit_train_images", "val_fraction", "split_seed":
-        old, new = then["data"].get(key), config["data"].get(key)
+    pairs = {"seed": (then["seed"], config["seed"])}
+    for key in "source", "batch_size", "limit_train_images", "val_fraction", "split_seed":
+        pairs[f"data.{key}"] = then["data"].get(key), config["data"].get(key)
+    for key, (old, new) in pairs.items():
         if is_inside and old != new:
             raise UserError(
-                f"data.{key} was {old} when the checkpoint was written, inside an epoch: it can "
-                f"change between epochs only."
+                f"{key} was {old} when the checkpoint was written, inside an epoch: it can change "
+                f"between epochs only."
             )
     before = then["trainer"].get("accumulate_grad_batches") or 1
     for counts in loops["epoch_loop.batch_progress"].values():

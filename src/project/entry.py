@@ -3,7 +3,6 @@
 import functools
 import inspect
 import os
-import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +12,7 @@ import torch.distributed as dist
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 
-from project import outside
+from project import outside, signals
 from project.agent import end_fork_server, start_fork_server
 from project.cli import closing_table, explained, open_streams, quoted
 from project.errors import Preempted, RankFailed, UserError
@@ -21,6 +20,7 @@ from project.folder import in_use, read_results, shown
 from project.launch import run, run_in_place
 from project.rank import Train
 from project.resume import resumed, take_up
+from project.secret import hidden
 
 
 def start(main: Callable[..., Any], train: Train) -> None:
@@ -29,6 +29,7 @@ def start(main: Callable[..., Any], train: Train) -> None:
     Under torchrun rank 0 alone composes the config; the others wait for the folder of its run.
     """
     open_streams()
+    signals.granted_at_once()
     try:
         with explained(main):
             _start(main, train)
@@ -38,10 +39,8 @@ def start(main: Callable[..., Any], train: Train) -> None:
         if error.filename is None:
             raise
         sys.exit(f"train.py: {error.filename}: {error.strerror}.")
-    except Preempted:  # a rank under an outside torchrun, which would start others anew
-        sys.exit(0)
-    except KeyboardInterrupt:  # while nothing runs yet
-        sys.exit(128 + signal.SIGINT)
+    except Preempted as stopped:  # while nothing runs yet, or a rank under an outside torchrun
+        sys.exit(_status(stopped))
     finally:
         end_fork_server()
 
@@ -94,15 +93,15 @@ def _report(folder: Path, train: Train, undo: Callable[[], None] = lambda: None)
         results = run(folder, train)
     except UserError as error:
         undo()
-        sys.exit(f"train.py: {error}")
+        sys.exit(hidden(f"train.py: {error}"))
     except RankFailed as error:
+        undo()
         print(error.traceback, end="", file=sys.stderr)
-        sys.exit(f"train.py: {error}. Run folder: {shown(folder)}")
+        sys.exit(hidden(f"train.py: {error}. Run folder: {shown(folder)}"))
     except Preempted as stopped:
         command = f"python train.py {quoted('resume', shown(folder))}"
         print(f"train.py: {stopped}. Go on with: {command}", file=sys.stderr)
-        # An outside torchrun would start ranks that end otherwise anew.
-        sys.exit(0 if dist.is_torchelastic_launched() else 128 + stopped.number)
+        sys.exit(_status(stopped))
     try:
         cfg: Any = OmegaConf.load(folder / ".hydra" / "config.yaml")
         table = closing_table(results, folder, cfg)
@@ -111,3 +110,8 @@ def _report(folder: Path, train: Train, undo: Callable[[], None] = lambda: None)
         print(table, flush=True)
     except BrokenPipeError:  # nobody reads: Python's own flush at the end must not fail either
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _status(stopped: Preempted) -> int:
+    """An outside torchrun would start anew what ends otherwise than with 0."""
+    return 0 if dist.is_torchelastic_launched() else 128 + stopped.number

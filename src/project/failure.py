@@ -17,6 +17,7 @@ from pathlib import Path
 from project.errors import Preempted, RankFailed, UserError
 from project.files import write_json
 from project.folder import read_results
+from project.secret import hidden
 
 
 def end_with_parent() -> None:
@@ -72,6 +73,7 @@ def record_failure(
     trace = traceback.format_exc()
     first_line = str(error).partition("\n")[0].rstrip(".")
     summary = mistake or f"{type(error).__name__}: {first_line}"
+    trace, summary = hidden(trace), hidden(summary)
     content = {"time": time.time(), "error": summary, "traceback": None if mistake else trace}
     content["dead"] = dead_ranks(report.parent)
     write_json(report.with_suffix(".json"), content)

@@ -68,9 +68,19 @@ def in_use(folder: Path) -> Iterator[None]:
 
 
 def read_results(folder: Path) -> dict[str, Any]:
-    """The content of `results.json`, empty if a run has not come to an end."""
+    """The content of `results.json`, empty if a run has not come to an end.
+
+    Raises:
+        UserError: it is damaged.
+    """
     path = folder / "results.json"
-    return json.loads(path.read_text()) if path.exists() else {}
+    try:
+        results = json.loads(path.read_text()) if path.exists() else {}
+    except ValueError:
+        results = None
+    if not isinstance(results, dict):
+        raise UserError(f"{path} is damaged. Without it the run goes on from its checkpoint.")
+    return results
 
 
 def shown(folder: Path) -> str:

@@ -1,6 +1,7 @@
 """Which checkpoint files a run keeps: the last, the one before it, and the best."""
 
 import logging
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -93,5 +94,5 @@ def _step_of(path: Path) -> int | None:
     """The optimizer step of a checkpoint, without reading its tensors; None if it is not one."""
     try:
         return torch.load(path, map_location="cpu", weights_only=True, mmap=True)["global_step"]
-    except (OSError, RuntimeError, KeyError):
+    except (OSError, RuntimeError, KeyError, pickle.UnpicklingError):
         return None

@@ -32,6 +32,7 @@ from project.files import write_json
 from project.folder import read_results
 from project.rank import Train, run_rank
 from project.schema import check_knobs
+from project.secret import hidden, hide
 from project.stored import take_up_config
 
 
@@ -51,7 +52,9 @@ def run(folder: Path, train: Train) -> dict[str, Any]:
     """
     if read_results(folder).get("status") == "complete":
         return read_results(folder)
-    cfg: Any = OmegaConf.load(folder / ".hydra" / "config.yaml")
+    path = folder / ".hydra" / "config.yaml"
+    hide(path.read_text())
+    cfg: Any = OmegaConf.load(path)
     try:
         if outside.restarted():
             check_progress(folder, first_failure(folder))
@@ -73,8 +76,9 @@ def run(folder: Path, train: Train) -> dict[str, Any]:
             raise stopped from None
         _write_failure(folder, str(error).splitlines()[0])
         raise
-    except SignalException as error:
-        stopped = preempted(folder) or Preempted(error.sigval)
+    except (SignalException, Preempted) as error:
+        number = error.sigval if isinstance(error, SignalException) else error.number
+        stopped = preempted(folder) or Preempted(number)
         if read_results(folder).get("status") != "complete":
             write_preempted(folder, stopped)
         raise stopped from None
@@ -110,7 +114,7 @@ def _launch(folder: Path, train: Train, cfg: Any) -> None:
 def _write_failure(folder: Path, reason: str) -> None:
     """Leaves a completed result alone: what ends a rank after that takes nothing away."""
     if read_results(folder).get("status") != "complete":
-        write_json(folder / "results.json", {"status": "failed", "reason": reason})
+        write_json(folder / "results.json", {"status": "failed", "reason": hidden(reason)})
 
 
 def _run_alone(folder: Path, train: Train, num_ranks: int) -> None:

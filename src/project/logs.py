@@ -11,6 +11,8 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from project.secret import hidden
+
 # Upstream's warnings that do not apply here, by a pattern of how they begin.
 UNFOUNDED = (
     "It is recommended to use `self.log",  # asks for sync_dist; our values are reduced already
@@ -20,6 +22,14 @@ UNFOUNDED = (
     "You're resuming from a checkpoint that ended before the epoch ended",  # exactly, see resume.py
     "The '.*_dataloader' does not have many workers",  # batches are slices of a mapped array
 )
+
+
+class Discreet(logging.Formatter):
+    """Tells no secrets."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """A record as text."""
+        return hidden(super().format(record))
 
 
 class Console(logging.StreamHandler):
@@ -44,9 +54,10 @@ class Console(logging.StreamHandler):
 def rank_logging(train_log: Path | None, report: Path) -> Iterator[None]:
     """Rank 0 speaks on the console and in `train_log`; the others only in `ranks/`, prints too."""
     handlers: list[logging.Handler] = [Console(sys.stdout)]
+    handlers[0].setFormatter(Discreet())
     if train_log:
         handlers.append(logging.FileHandler(train_log))
-        handlers[-1].setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+        handlers[-1].setFormatter(Discreet("%(asctime)s %(levelname)s %(message)s"))
     else:
         with report.with_suffix(".log").open("ab") as file:
             for stream in (sys.stdout, sys.stderr):

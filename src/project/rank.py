@@ -2,6 +2,7 @@
 
 import logging
 import os
+import signal
 import time
 import traceback
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from project.errors import Preempted, RankFailed, UserError
 from project.failure import end_with_parent, pid_file, record_failure, write_preempted
 from project.files import write_json
 from project.logs import rank_logging
+from project.secret import hide
 
 Train = Callable[[DictConfig, Path], dict[str, Any]]
 
@@ -48,7 +50,9 @@ def run_rank(folder: Path, train: Train, store: dist.Store | None = None) -> Non
     pid = pid_file(folder / "ranks" / f"{rank}.pid")
     with pid, rank_logging(train_log, report), signals.handled():
         try:
-            cfg: Any = OmegaConf.load(folder / ".hydra" / "config.yaml")
+            path = folder / ".hydra" / "config.yaml"
+            hide(path.read_text())
+            cfg: Any = OmegaConf.load(path)
             _join_group(cfg, store)
             results = train(cfg, folder)
             dist.barrier()  # complete is what all ranks have completed
@@ -129,6 +133,8 @@ def _leave_group() -> None:
 
 def rank_process(folder: str, train: Train, attempt: int) -> None:
     """The entry point of a process that the agent starts from the fork server."""
+    for number in signal.SIGTERM, signal.SIGINT:
+        signal.signal(number, signal.SIG_DFL)  # the fork server ignores them
     end_with_parent()
     os.environ["TORCHELASTIC_RESTART_COUNT"] = str(attempt)
     torch.set_num_threads(threads_a_rank(int(os.environ["LOCAL_WORLD_SIZE"])))

@@ -4,12 +4,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
-from project.checkpoint import LAST
+from project.checkpoint import LAST, begun, read_run
 from project.devices import num_local_ranks
 from project.errors import UserError
 from project.files import write_atomically
@@ -23,10 +22,10 @@ def resumed(words: list[str]) -> Path | None:
     Raises:
         UserError: the folder holds no run, or the words beside it are no values.
     """
-    given = [word.partition("=")[2] for word in words if word.startswith("resume=")]
+    given = [word.partition("=")[2] for word in words if _is_resume(word)]
     if not given or {"--help", "-h"} & {*words}:
         return None
-    folder = Path(_unquoted(given[-1]))
+    folder = Path(_unquoted(given[-1]) or "?")
     if options := [word for word in words if word.startswith("-")]:
         raise UserError(f"resume={folder} takes values only, not {options[0]}.")
     if (folder / "multirun.yaml").exists():
@@ -51,8 +50,13 @@ def take_up(folder: Path, words: list[str], groups: Path) -> Callable[[], None] 
         UserError: a value cannot be.
     """
     path = folder / ".hydra" / "config.yaml"
-    then: Any = OmegaConf.load(path)
-    words = [word for word in words if not word.startswith("resume=")]
+    try:
+        then: Any = OmegaConf.load(path)
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is damaged ({error}).") from None
+    if not isinstance(then, DictConfig) or {"seed", "data", "trainer", "launch"} - {*then}:
+        raise UserError(f"{path} is damaged, or not of a run of ours.")
+    words = [word for word in words if not _is_resume(word)]
     now = _with_values(then, words, groups)
     check_knobs(now)
     num_local_ranks(now.trainer)
@@ -77,6 +81,10 @@ def take_up(folder: Path, words: list[str], groups: Path) -> Callable[[], None] 
             write_atomically(file, lambda part, text=text: part.write(text))
     (folder / "results.json").unlink(missing_ok=True)
     return undo
+
+
+def _is_resume(word: str) -> bool:
+    return word.lstrip("+").startswith("resume=")
 
 
 def _unquoted(value: str) -> str:
@@ -115,9 +123,10 @@ def _asks_for_more(
     (epochs_then, steps_then), (epochs, steps) = _limits(then), _limits(now)
     if epochs <= epochs_then and steps <= steps_then:
         return False
-    if not (folder / LAST).exists():
+    start = begun(folder)
+    if start is None:
         raise UserError(f"{folder} has no checkpoints/last.ckpt to go on from.")
-    stored = torch.load(folder / LAST, map_location="cpu", weights_only=True, mmap=True)
+    stored = read_run(start, "resume")
     record = stored["callbacks"]["RunRecord"]
     done = len(record["history"]) - record["is_cut"]
     return done < epochs and stored["global_step"] < steps

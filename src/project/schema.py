@@ -23,6 +23,8 @@ TOP_LEVEL: dict[str, Any] = {
     "ckpt_path": str | None,
     "weights": str | None,
     "trusted": list[str],
+    "trainer.max_epochs": int | None,
+    "trainer.max_steps": int | None,
     "checkpoint.every_n_steps": int | None,
     "checkpoint.every_minutes": float | None,
     "checkpoint.top_k": int,
@@ -107,7 +109,7 @@ def _check_value(cfg: DictConfig, key: str, value: Any, hint: Any) -> None:
     if not _fits(value, hint):
         value = OmegaConf.to_container(cfg)  # as it was written: ${oc.env:...} may be a secret
         for name in key.split("."):
-            value = value[name]  # type: ignore[index]
+            value = value.get(name) if isinstance(value, Mapping) else None
         wanted = hint.__name__ if isinstance(hint, type) and not get_args(hint) else str(hint)
         raise UserError(f"{key}={value!r} is not of type {wanted.replace('typing.', '')}.")
 

@@ -15,6 +15,12 @@ _request = 0
 _is_training = _is_ending = False
 
 
+def granted_at_once() -> None:
+    """For the process that launches: a request raises Preempted."""
+    signal.signal(signal.SIGTERM, _at_once)
+    signal.signal(signal.SIGINT, _at_once)
+
+
 @contextlib.contextmanager
 def handled() -> Iterator[None]:
     """Makes requests to stop of both signals; raises Preempted wherever no training defers it."""
@@ -46,6 +52,10 @@ def end() -> None:
 def requested() -> int:
     """The signal that asks this rank to stop, 0 for none."""
     return _request
+
+
+def _at_once(number: int, frame: FrameType | None) -> None:
+    raise Preempted(number)
 
 
 def _on_request(number: int, frame: FrameType | None) -> None:
