@@ -57,7 +57,7 @@ def working_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def start(working_folder: Path) -> Callable[..., subprocess.Popen[str]]:
     """Starts a command line, from outside the repository; torchrun and train.py are found."""
 
-    def popen(*arguments: str, **variables: str) -> subprocess.Popen[str]:
+    def popen(*arguments: str, apart: bool = False, **variables: str) -> subprocess.Popen[str]:
         program, *words = (TRAIN if word == "train.py" else word for word in arguments)
         launcher = ["-m", "torch.distributed.run"] if program == "torchrun" else []
         return subprocess.Popen(
@@ -67,6 +67,7 @@ def start(working_folder: Path) -> Callable[..., subprocess.Popen[str]]:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
+            start_new_session=apart,  # a process group of its own
         )
 
     return popen

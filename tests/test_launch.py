@@ -209,22 +209,24 @@ def test_the_first_failing_rank_ends_the_job_and_is_named(command, tmp_path, how
 
 
 ENDINGS = [
-    pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow),
-    pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow),
-    (signal.SIGKILL, -9),
+    pytest.param(signal.SIGTERM, os.kill, 143, marks=pytest.mark.slow),
+    pytest.param(signal.SIGTERM, os.killpg, 143, marks=pytest.mark.slow),  # as `timeout` does
+    pytest.param(signal.SIGINT, os.kill, 130, marks=pytest.mark.slow),
+    pytest.param(signal.SIGINT, os.killpg, 130, marks=pytest.mark.slow),  # as a terminal does
+    (signal.SIGKILL, os.kill, -9),
 ]
 
 
-@pytest.mark.parametrize(("number", "status"), ENDINGS)
-def test_no_process_outlives_the_one_that_was_started(start, tmp_path, number, status):
+@pytest.mark.parametrize(("number", "send", "status"), ENDINGS)
+def test_no_process_outlives_the_one_that_was_started(start, tmp_path, number, send, status):
     folder = tmp_path / "run"
     endless = ["trainer.max_steps=-1", "trainer.max_epochs=100000", "trainer.log_every_n_steps=1"]
     more = [*endless, "data.num_workers=1", f"hydra.run.dir={folder}"]
-    with start("python", "train.py", *TINY, *more) as process:
+    with start("python", "train.py", *TINY, *more, apart=True) as process:
         assert any("epoch 2" in line for line in process.stdout)
         processes = family(process.pid)
         assert len(processes) >= 1 + 1 + 2 + 2  # parent, fork server, ranks, loader workers
-        process.send_signal(number)
+        send(process.pid, number)
         assert process.wait(timeout=20) == status
         errors = process.stderr.read()  # ends when the last process that could write has ended
     until = time.monotonic() + 10

@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader, Sampler
 from project.augment import Augment, normalise
 from project.data import EvalBatches, TrainBatches, stratified_split
 from project.errors import UserError
-from project.failure import end_with_parent
 from project.pack import PackedImages, Source, pack
+from project.signals import loader_worker
 from project.steps import num_steps, steps_per_epoch
 
 Batch = tuple[Tensor, Tensor, Tensor]
@@ -191,7 +191,7 @@ class ImageDataModule(lightning.LightningDataModule):
             # Ranks come from a fork server and would start workers from another: seconds of
             # imports, a copy of the images in each, and nobody to end them with their rank.
             multiprocessing_context="fork" if self.num_workers > 0 else None,
-            worker_init_fn=lambda _: end_with_parent(),  # torch's own look takes 5 s
+            worker_init_fn=loader_worker,  # torch's own look at its parent takes 5 s
         )
 
     @property

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from types import FrameType
 
 from project.errors import Preempted
+from project.failure import end_with_parent
 
 GRACE = 6.0  # seconds that training has to reach a step boundary, of the 10 that a job may take
 
@@ -34,6 +35,15 @@ def handled() -> Iterator[None]:
         signal.setitimer(signal.ITIMER_REAL, 0)
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def loader_worker(number: int) -> None:
+    """For `worker_init_fn`: a worker ends with its rank, and leaves it to answer signals.
+
+    torch has given it a handler of SIGTERM that ends it at once, and so would fail its rank.
+    """
+    end_with_parent()
+    signal.signal(signal.SIGTERM, _on_request)
 
 
 def defer(is_training: bool) -> None:
