@@ -45,7 +45,7 @@ def interrupted(cfg: Any, folder: Path) -> dict[str, Any]:
     """
     found: dict[str, Any] = {}
     for name, case in cfg.cases.items():
-        words = [*cfg.words, *case.words]
+        words = [*(case.base or cfg.words), *case.words, f"trainer.devices={cfg.trainer.devices}"]
         training(folder / name / "whole", *words)
         for step in case.steps:
             stop = ["+callbacks.asks._target_=faults.Asks", f"+callbacks.asks.step={step}"]

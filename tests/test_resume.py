@@ -57,9 +57,14 @@ CASES: dict[str, Any] = {
             "+callbacks.early_stopping.min_delta=1",
             "trainer.max_epochs=5",
         ],
-        "steps": [5, 9, 12],
+        "steps": [5, 9, 12, 18],
     },
     "top 3": {"words": ["checkpoint.top_k=3"], "steps": [5, 9, 20]},
+    "the default network": {
+        "base": ["experiment=quickstart", "model=speednet", "logger=none", "data.batch_size=40"],
+        "words": ["data.source.num_train=300", "data.source.num_test=40", "trainer.max_epochs=1"],
+        "steps": [3],
+    },
 }
 
 
@@ -72,12 +77,12 @@ FEW = {
 
 def stopped_and_taken_up(folder: Path, num_ranks: int, few: dict[str, list[int]] | None) -> Any:
     """What differs from the undisturbed run, by case and step."""
-    cases = {name: {"words": [], **case} for name, case in CASES.items()}
+    cases = {name: {"base": None, "words": [], **case} for name, case in CASES.items()}
     if few:
         cases = {name: {**cases[name], "steps": steps} for name, steps in few.items()}
     (folder / ".hydra").mkdir(parents=True)
     names = ["fit", "test", "compile", "ckpt_path", "weights", "trusted", "label_smoothing", "seed"]
-    config: dict[str, Any] = {"cases": cases, "words": [*SHORT, f"trainer.devices={num_ranks}"]}
+    config: dict[str, Any] = {"cases": cases, "words": [*SHORT, "trainer.max_epochs=3"]}
     config |= dict(zip(names, [True, False, False, None, None, [], 0, 0], strict=True))
     config["launch"] = {"inplace": num_ranks == 1, "timeout": 60, "max_restarts": 0}
     config["checkpoint"] = {"every_n_steps": None, "every_minutes": None, "top_k": 1}
