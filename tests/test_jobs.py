@@ -182,7 +182,7 @@ def test_no_code_of_a_stored_config_runs(job, trained, tmp_path, group, value, m
 
 
 def test_to_go_on_where_nothing_is_left_is_refused(job, trained):
-    with pytest.raises(UserError, match=r"has trained 12 steps already: set trainer\.max_epochs"):
+    with pytest.raises(UserError, match=r"trained 12 steps already, of 12: raise trainer\.max_"):
         job(*TINY, "model.width=6", f"ckpt_path={trained}/checkpoints/last.ckpt")
 
 

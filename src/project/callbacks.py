@@ -87,9 +87,9 @@ class RunRecord(Checkpoint):
             accumulate = trainer.accumulate_grad_batches
             continuation.take_position(checkpoint, state, self.config, steps, accumulate)
             self._renews = continuation.drop_schedule(checkpoint, state, self.config, steps)
+            is_new = Path(trainer.ckpt_path).parent != self.last_path.parent
+            continuation.check_limits(checkpoint, steps, is_new)
             trainer.should_stop = not continuation.goes_on(checkpoint, state, steps)
-            if trainer.should_stop and Path(trainer.ckpt_path).parent != self.last_path.parent:
-                continuation.refuse(checkpoint)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes up the history of the run that wrote a checkpoint."""

@@ -58,11 +58,13 @@ def begun(folder: Path) -> str | None:
     paths = folder / LAST, folder / PREVIOUS
     if not any(path.exists() for path in paths):
         return None
-    for path in paths:
-        wrong = _damage(path)
-        if not wrong:
-            return str(path)
-        log.warning("%s is damaged (%s)", path, wrong)
+    damages = [_damage(path) for path in paths]
+    if not damages[0]:
+        return str(paths[0])
+    log.warning("%s is damaged (%s)", paths[0], damages[0])
+    if not damages[1]:
+        log.warning("the one before it is taken, %s", paths[1].name)
+        return str(paths[1])
     raise UserError(f"{folder} has no undamaged checkpoint to go on from.")
 
 

@@ -1,7 +1,8 @@
 """Going on from a checkpoint as if training had never stopped."""
 
 import warnings
-from typing import Any, NoReturn
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -20,12 +21,21 @@ def goes_on(checkpoint: dict[str, Any], state: dict[str, Any], num_steps: int) -
     return checkpoint["global_step"] < num_steps and not was_stopped
 
 
-def refuse(checkpoint: dict[str, Any]) -> NoReturn:
-    """Raises UserError: a new folder, and nothing to train in it."""
-    raise UserError(
-        f"ckpt_path has trained {checkpoint['global_step']} steps already: set trainer.max_epochs "
-        f"or trainer.max_steps to go on, or fit=false to evaluate."
-    )
+def check_limits(checkpoint: dict[str, Any], num_steps: int, is_new: bool) -> None:
+    """Holds the limits of this training against what a checkpoint has behind it.
+
+    Args:
+        is_new: whether the run begins in a folder of its own.
+
+    Raises:
+        UserError: they ask for fewer steps, or a new run has nothing to train.
+    """
+    done = checkpoint["global_step"]
+    if done > num_steps or (is_new and done == num_steps):
+        raise UserError(
+            f"The checkpoint has trained {done} steps already, of {num_steps}: raise "
+            f"trainer.max_epochs or trainer.max_steps to go on, or evaluate (fit=false)."
+        )
 
 
 def take_position(
@@ -42,7 +52,7 @@ def take_position(
         accumulate: batches of an optimizer step, here.
 
     Raises:
-        UserError: the optimizer is another, or such a place inside an epoch does not exist here.
+        UserError: the optimizer is another, or the steps of an epoch are.
     """
     then, loops = checkpoint["config"], checkpoint["loops"]["fit_loop"]
     names = [c["optimizer"].get("_target_") for c in (then, config)]
@@ -58,14 +68,23 @@ def take_position(
         _reopen_epoch(checkpoint, state)
     progress = loops["epoch_progress"]["current"]
     is_inside = progress["started"] > progress["processed"]
-    pairs = {"seed": (then["seed"], config["seed"])}
-    for key in "source", "batch_size", "limit_train_images", "val_fraction", "split_seed":
-        pairs[f"data.{key}"] = then["data"].get(key), config["data"].get(key)
-    for key, (old, new) in pairs.items():
-        if is_inside and old != new:
+    fixed = dict(_leaves("data.source", then["data"].get("source")))
+    now = dict(_leaves("data.source", config["data"].get("source")))
+    for key in "batch_size", "limit_train_images", "val_fraction", "split_seed":
+        fixed[f"data.{key}"], now[f"data.{key}"] = (c["data"].get(key) for c in (then, config))
+    keys = ["limit_train_batches"]
+    keys += ["accumulate_grad_batches"] if then["trainer"].get(keys[0]) is not None else []
+    for key in keys:
+        name = f"trainer.{key}"
+        fixed[name], now[name] = (c["trainer"].get(key) for c in (then, config))
+    if is_inside:
+        fixed["seed"], now["seed"] = then["seed"], config["seed"]
+    for key in sorted(fixed | now):
+        if fixed.get(key) != now.get(key):
             raise UserError(
-                f"{key} was {old} when the checkpoint was written, inside an epoch: it can change "
-                f"between epochs only."
+                f"{key} was {fixed.get(key)} in the run of the checkpoint, here it is "
+                f"{now.get(key)}: its steps would be others. weights=FILE begins anew from the "
+                f"weights."
             )
     before = then["trainer"].get("accumulate_grad_batches") or 1
     for counts in loops["epoch_loop.batch_progress"].values():
@@ -73,6 +92,13 @@ def take_position(
             behind = counts["ready"] - counts["completed"]
             counts |= {name: count // before * accumulate for name, count in counts.items()}
             counts["completed"] = counts["ready"] - behind
+
+
+def _leaves(key: str, node: Any) -> Iterator[tuple[str, Any]]:
+    if not isinstance(node, dict):
+        yield key, node
+    for name, child in node.items() if isinstance(node, dict) else ():
+        yield from _leaves(f"{key}.{name}", child)
 
 
 def _reopen_epoch(checkpoint: dict[str, Any], state: dict[str, Any]) -> None:

@@ -14,6 +14,7 @@ from omegaconf import OmegaConf
 
 from project import outside, signals
 from project.agent import end_fork_server, start_fork_server
+from project.checkpoint import LAST
 from project.cli import closing_table, explained, open_streams, quoted
 from project.errors import Preempted, RankFailed, UserError
 from project.folder import in_use, read_results, shown
@@ -97,10 +98,10 @@ def _report(folder: Path, train: Train, undo: Callable[[], None] = lambda: None)
     except RankFailed as error:
         undo()
         print(error.traceback, end="", file=sys.stderr)
-        sys.exit(hidden(f"train.py: {error}. Run folder: {shown(folder)}"))
+        where = _way_on(folder) if (folder / LAST).exists() else f"Run folder: {shown(folder)}"
+        sys.exit(hidden(f"train.py: {error}. {where}"))
     except Preempted as stopped:
-        command = f"python train.py {quoted('resume', shown(folder))}"
-        print(f"train.py: {stopped}. Go on with: {command}", file=sys.stderr)
+        print(f"train.py: {stopped}. {_way_on(folder)}", file=sys.stderr)
         sys.exit(_status(stopped))
     try:
         cfg: Any = OmegaConf.load(folder / ".hydra" / "config.yaml")
@@ -110,6 +111,10 @@ def _report(folder: Path, train: Train, undo: Callable[[], None] = lambda: None)
         print(table, flush=True)
     except BrokenPipeError:  # nobody reads: Python's own flush at the end must not fail either
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _way_on(folder: Path) -> str:
+    return f"Go on with: python train.py {quoted('resume', shown(folder))}"
 
 
 def _status(stopped: Preempted) -> int:

@@ -105,8 +105,10 @@ def _launch(folder: Path, train: Train, cfg: Any) -> None:
             if preempted(folder) or attempt - first >= cfg.launch.max_restarts:
                 raise
             check_progress(folder, error)
-            again = f"Restart {attempt - first + 1} of {cfg.launch.max_restarts}"
-            print(f"train.py: {error}. {again}.", file=sys.stderr, flush=True)
+            again = f"{error}. Restart {attempt - first + 1} of {cfg.launch.max_restarts}."
+            print(f"train.py: {again}", file=sys.stderr, flush=True)
+            with (folder / "train.log").open("a") as file:
+                file.write(f"{hidden(again)}\n")
             clear(folder)
     raise AssertionError("unreachable")
 

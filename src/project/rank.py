@@ -64,7 +64,7 @@ def run_rank(folder: Path, train: Train, store: dist.Store | None = None) -> Non
         except Preempted as stopped:
             signals.end()
             if rank == 0:
-                log.info("%s", stopped)
+                log.info("%s", stopped, extra={"on_bar": True})  # the parent says it at length
                 write_preempted(folder, stopped)
             _leave_group()
             raise

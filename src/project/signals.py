@@ -83,4 +83,4 @@ def _on_request(number: int, frame: FrameType | None) -> None:
 
 
 def _on_alarm(number: int, frame: FrameType | None) -> None:
-    raise Preempted(_request)
+    raise Preempted(_request, f", {GRACE:.0f} s brought no step at which to save")
