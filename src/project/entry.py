@@ -77,6 +77,10 @@ def _resume(folder: Path, words: list[str], groups: Path, train: Train) -> None:
             cfg: Any = OmegaConf.load(folder / ".hydra" / "config.yaml")
             print(f"already {closing_table(read_results(folder), folder, cfg)}", flush=True)
         else:
+            path = folder / ".hydra" / "hydra.yaml"
+            began = path.exists() and OmegaConf.load(path).hydra.runtime.cwd
+            if began and began != str(Path.cwd()):
+                print(f"relative paths (data.root) start here; the run began in {began}")
             _report(folder, train, undo)
 
 
