@@ -51,6 +51,7 @@ def mine(tmp_path):
     return tmp_path
 
 
+@pytest.mark.slow
 def test_a_network_and_data_of_ones_own_train_on_two_ranks(command, mine, working_folder):
     words = ["model=mine", "data=mine", "data.batch_size=20", "data.augment.crop_padding=0"]
     words += ["optimizer.lr=0.05", "trainer.devices=2", "trainer.max_epochs=3", "trainer=cpu"]
@@ -67,6 +68,7 @@ def test_a_network_and_data_of_ones_own_train_on_two_ranks(command, mine, workin
     assert (working_folder / path.removeprefix("ckpt_path=")).exists()
 
 
+@pytest.mark.slow
 def test_help_shows_a_yaml_that_was_added(command, mine):
     done = command("python", "train.py", "--help", "--config-dir", f"{mine}/conf")
     assert done.returncode == 0, done.stderr

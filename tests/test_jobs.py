@@ -251,6 +251,7 @@ def test_debug_fast_takes_seconds_and_every_part(job):
     assert {"val/acc", "test/acc"} <= results.keys()
 
 
+@pytest.mark.slow
 def test_debug_overfit_learns_by_heart(job):
     folder = job("experiment=quickstart", "debug=overfit")
     assert float(history(folder)[-1]["train/acc"]) == 1

@@ -48,6 +48,7 @@ def terminal(working_folder, tmp_path_factory):
 STATUS = r"epoch \d+/\d+  step \d+/90  loss \d+\.\d{4}  lr \S+  [\d,]+ images/s  [\d:]+ left"
 
 
+@pytest.mark.slow
 def test_a_terminal_gets_a_bar_in_place_of_the_lines_of_steps(terminal):
     seen, log = terminal
     bars = re.findall(rf"\r{STATUS} \|[^|\n]*\|", seen)
@@ -56,6 +57,7 @@ def test_a_terminal_gets_a_bar_in_place_of_the_lines_of_steps(terminal):
     assert len(re.findall(STATUS, log)) == 90 // 5
 
 
+@pytest.mark.slow
 def test_the_bar_is_refreshed_a_few_times_a_second_at_most(terminal):
     seen, _ = terminal
     seconds = float(re.search(r"complete in ([\d.]+) s", seen)[1])  # type: ignore[index]
@@ -63,6 +65,7 @@ def test_the_bar_is_refreshed_a_few_times_a_second_at_most(terminal):
     assert seen.count(" left |") <= seconds / progress.SECONDS_BETWEEN + epochs + 2
 
 
+@pytest.mark.slow
 def test_the_lines_of_epochs_stand_clear_of_the_bar(terminal):
     seen, _ = terminal
     lines = re.findall(r"\r?([^\r\n]*train/acc [^\r\n]*)\r\n", seen)

@@ -70,7 +70,6 @@ CASES: dict[str, Any] = {
 
 FEW = {
     "plain": [5, 9],
-    "accumulation": [5],
     "cut by max_steps": [13],
 }
 
