@@ -9,6 +9,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from project import continuation, keep, signals
 from project.agreement import Agreement
+from project.checkpoint import LAST
 from project.errors import Preempted
 from project.failure import StepFile
 from project.files import link_atomically, write_csv
@@ -42,10 +43,9 @@ class RunRecord(Checkpoint):
         every_minutes: float | None = None,
         top_k: int = 1,
     ) -> None:
-        self.folder, self.config = folder, config
+        self.folder, self.config, self.last_path = folder, config, folder / LAST
         self.every_n_steps, self.every_minutes = every_n_steps, every_minutes
-        self.last_path = folder / "checkpoints" / "last.ckpt"
-        self.best = keep.Best(folder / "checkpoints", top_k)
+        self.best = keep.Best(self.last_path.parent, top_k)
         self.history: list[dict[str, Any]] = []
         self._is_cut = self._is_stopped = False
         self._new: keep.Entry | None = None  # of the best, and not saved yet

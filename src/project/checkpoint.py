@@ -55,17 +55,17 @@ def begun(folder: Path) -> str | None:
     Raises:
         UserError: both are damaged.
     """
-    paths = folder / LAST, folder / PREVIOUS
-    if not any(path.exists() for path in paths):
+    last, previous = folder / LAST, folder / PREVIOUS
+    if not last.exists() and not previous.exists():
         return None
-    damages = [_damage(path) for path in paths]
-    if not damages[0]:
-        return str(paths[0])
-    log.warning("%s is damaged (%s)", paths[0], damages[0])
-    if not damages[1]:
-        log.warning("the one before it is taken, %s", paths[1].name)
-        return str(paths[1])
-    raise UserError(f"{folder} has no undamaged checkpoint to go on from.")
+    wrong = _damage(last)
+    if not wrong:
+        return str(last)
+    log.warning("%s is damaged (%s)", last, wrong)
+    if _damage(previous):
+        raise UserError(f"{folder} has no undamaged checkpoint to go on from.")
+    log.warning("the one before it is taken, %s", previous.name)
+    return str(previous)
 
 
 def _damage(path: Path) -> str | None:

@@ -47,10 +47,15 @@ def write_atomically(
         raise UserError(f"{path} cannot be written: {reason.strerror or reason}.") from error
 
 
+def write_bytes(path: Path, content: bytes) -> None:
+    """Writes a file atomically."""
+    write_atomically(path, lambda file: file.write(content))
+
+
 def write_json(path: Path, content: dict[str, Any]) -> None:
     """Writes a dictionary as indented JSON, atomically; NaN, which JSON lacks, as null."""
     content = {k: None if isinstance(v, float) and v != v else v for k, v in content.items()}
-    write_atomically(path, lambda file: file.write(f"{json.dumps(content, indent=2)}\n".encode()))
+    write_bytes(path, f"{json.dumps(content, indent=2)}\n".encode())
 
 
 def write_csv(path: Path, rows: list[dict[str, Any]]) -> None:
@@ -60,7 +65,7 @@ def write_csv(path: Path, rows: list[dict[str, Any]]) -> None:
     writer = csv.DictWriter(text, columns, lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)
-    write_atomically(path, lambda file: file.write(text.getvalue().encode()))
+    write_bytes(path, text.getvalue().encode())
 
 
 def link_atomically(source: Path, target: Path) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from project.checkpoint import LAST, PREVIOUS
 from project.files import link_atomically, write_atomically
 
 log = logging.getLogger("project")
@@ -20,7 +21,7 @@ def save(checkpoint: dict[str, Any], path: Path) -> None:
     Raises:
         UserError: it cannot be written; all files are as they were.
     """
-    previous = path.with_name("previous.ckpt") if path.name == "last.ckpt" else None
+    previous = path.with_name(Path(PREVIOUS).name) if path.name == Path(LAST).name else None
     write_atomically(path, lambda file: torch.save(checkpoint, file), keep=previous)
 
 

@@ -11,7 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 from project.checkpoint import LAST, begun, read_run
 from project.devices import num_local_ranks
 from project.errors import UserError
-from project.files import write_atomically
+from project.files import write_bytes
 from project.folder import read_results
 from project.schema import check_knobs
 
@@ -72,13 +72,12 @@ def take_up(folder: Path, words: list[str], groups: Path) -> Callable[[], None] 
     def undo() -> None:
         if (last.stat().st_mtime_ns if last.exists() else None) == written:
             for file, content in before.items():
-                write_atomically(file, lambda part, content=content: part.write(content))
+                write_bytes(file, content)
 
     if words:
         earlier = OmegaConf.load(overrides) if overrides.exists() else []
         for file, content in (path, now), (overrides, OmegaConf.create([*earlier, *words])):
-            text = OmegaConf.to_yaml(content).encode()
-            write_atomically(file, lambda part, text=text: part.write(text))
+            write_bytes(file, OmegaConf.to_yaml(content).encode())
     (folder / "results.json").unlink(missing_ok=True)
     return undo
 
