@@ -152,13 +152,37 @@ def some_images(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
     if REAL_IMAGES.exists():
         return request.getfixturevalue("real_images")
     root = tmp_path_factory.mktemp("drawn")
-    for split in "train", "test":
-        labels, classes, images = shapes(root, split, 32, num_train=1000, num_test=100, seed=0)
-        for number, (label, image) in enumerate(zip(labels, images, strict=True)):
-            path = root / split / classes[label] / f"{number:04}.png"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            Image.fromarray(image).save(path)
+    draw(root, "train", 1000)
+    draw(root, "test", 100)
     return root
+
+
+@pytest.fixture(scope="session")
+def many_images(some_images: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same to train on, and 10,000 to test."""
+    root = tmp_path_factory.mktemp("many")
+    (root / "train").symlink_to(some_images / "train")
+    if REAL_IMAGES.exists():
+        (root / "test").symlink_to(REAL_IMAGES / "test")
+    else:
+        draw(root, "test", 10_000)
+    return root
+
+
+def draw(root: Path, split: str, count: int) -> None:
+    """Makes an image folder of shapes."""
+    labels, classes, images = shapes(root, split, 32, num_train=count, num_test=count, seed=0)
+    for number, (label, image) in enumerate(zip(labels, images, strict=True)):
+        path = root / split / classes[label] / f"{number:05}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(image).save(path)
+
+
+def chosen(items: list[Any], name: str, **others: Any) -> list[Any]:
+    """The values of one parameter in the chosen tests that have `others`, and None for none."""
+    found = [item.callspec.params for item in items if hasattr(item, "callspec")]
+    found = [params for params in found if others.items() <= params.items()]
+    return list(dict.fromkeys(params.get(name) for params in found))
 
 
 @pytest.fixture(scope="session")

@@ -11,11 +11,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf, open_dict
 from train import train
 
 from project import signals
 from project.errors import Preempted
 from project.files import write_json
+from project.launch import run
+from project.rank import Train
 
 CONF = str(Path(__file__).parents[1] / "conf")
 
@@ -23,6 +26,30 @@ CONF = str(Path(__file__).parents[1] / "conf")
 def composed(*overrides: str) -> Any:
     with initialize_config_dir(CONF, version_base="1.3"):
         return compose("train", [*overrides])
+
+
+def launch(
+    folder: Path,
+    program: Train,
+    num_ranks: int,
+    device: str = "cpu",
+    inplace: bool = False,
+    **config: Any,
+) -> dict[str, Any]:
+    """Runs a program on ranks; returns what it returned.
+
+    Args:
+        device: "cpu" or "cuda".
+        inplace: in this process, which is quicker.
+        config: the program's own.
+    """
+    where = f"trainer={'cpu' if device == 'cpu' else 'gpu'}", f"trainer.devices={num_ranks}"
+    cfg = composed("experiment=quickstart", *where, f"launch.inplace={inplace}")
+    (folder / ".hydra").mkdir(parents=True)
+    with open_dict(cfg):
+        cfg.update(config)
+    OmegaConf.save(cfg, folder / ".hydra" / "config.yaml")
+    return run(folder, program)
 
 
 def training(folder: Path, *overrides: str) -> None:
@@ -57,6 +84,16 @@ def interrupted(cfg: Any, folder: Path) -> dict[str, Any]:
                     folder / name / "whole", folder / name / str(step)
                 )
     return found
+
+
+def regimes(cfg: Any, folder: Path) -> dict[str, Any]:
+    """Runs each of `cfg.cases`, stopped after some steps and taken up again where one says so."""
+    for name, case in cfg.cases.items():
+        for step in case.stops:
+            stop = ["+callbacks.asks._target_=faults.Asks", f"+callbacks.asks.step={step}"]
+            training(folder / name, *case.words, *stop)
+        training(folder / name, *case.words)
+    return {}
 
 
 def differences(a: Path, b: Path) -> list[str]:

@@ -6,6 +6,7 @@ import torchvision.transforms.functional as TF
 
 from project.augment import Augment, normalise
 from project.errors import UserError
+from reference_ddp import augmented
 
 MEAN, STD = [0.4914, 0.4822, 0.4465], [0.2470, 0.2435, 0.2616]
 FULL = Augment(crop_padding=4, flip=True, cutout=8)
@@ -13,16 +14,8 @@ FULL = Augment(crop_padding=4, flip=True, cutout=8)
 
 def one_by_one(image: torch.Tensor, row: torch.Tensor, augment: Augment) -> torch.Tensor:
     """What torchvision makes of one uint8 image (3, 32, 32), given its row of the table."""
-    top, left, flip, y, x = row.tolist()
-    array = image.permute(1, 2, 0).numpy()
-    result = TF.pad(TF.to_tensor(array), [augment.crop_padding], padding_mode="reflect")
-    result = TF.crop(result, top, left, 32, 32)
-    result = TF.hflip(result) if flip else result
-    result = TF.normalize(result, MEAN, STD)
-    y, x = (centre - augment.cutout // 2 for centre in (y, x))
-    top, left = max(y, 0), max(x, 0)
-    height, width = min(y + augment.cutout, 32) - top, min(x + augment.cutout, 32) - left
-    return TF.erase(result, top, left, height, width, torch.tensor(0.0))
+    array = TF.to_tensor(image.permute(1, 2, 0).numpy())
+    return augmented(array, row.tolist(), augment.crop_padding, augment.cutout, MEAN, STD)
 
 
 def batched(images: torch.Tensor, rows: torch.Tensor, augment: Augment) -> torch.Tensor:

@@ -1,81 +1,181 @@
-"""The Trainer's run is the raw DDP loop's, bit for bit."""
+"""The Trainer's run is the raw DDP loop's, bit for bit, in every regime."""
 
-import hashlib
-import subprocess
-import sys
+import csv
+import json
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
+from torch.utils.data import DistributedSampler
+from torchvision.datasets import ImageFolder
 
-from conftest import REPOSITORY, environment
-from project.model import CNN
+import laws
+from conftest import REPOSITORY, chosen
+from project.augment import Augment
+from project.data import stratified_split
+from reference_ddp import digest
+from regimes import BATCH, EPOCHS, REGIMES, STEPS, words_of
+from step_trace import read_trace
 
-STEPS = 20  # 1,000 images are 15 steps an epoch on one rank, 7 on two, 3 on four
-
-
-def digest(state: dict[str, torch.Tensor]) -> str:
-    """A fingerprint of names and bits."""
-    parts = [name.encode() + state[name].numpy().tobytes() for name in sorted(state)]
-    return hashlib.sha256(b"".join(parts)).hexdigest()[:16]
-
-
-RANKS = [2, *(pytest.param(ranks, marks=pytest.mark.slow) for ranks in (1, 4))]
-
-
-@pytest.fixture(scope="module", params=RANKS, ids="{} ranks".format)
-def pair(request: Any, some_images: Path, tmp_path_factory: Any) -> tuple[dict, dict]:
-    """The same training twice, raw and by train.py, each in processes of its own."""
-    ranks, out = request.param, tmp_path_factory.mktemp("parity")
-    raw = f"""-m torch.distributed.run --nproc-per-node={ranks} tests/reference_ddp.py
-        --data {some_images} --epochs 10 --max-steps {STEPS} --out {out}/raw.pt
-        --trace {out}/trace.pt"""
-    ours = f"""train.py experiment=tutorial trainer=cpu trainer.devices={ranks}
-        data=imagefolder data.root={some_images} data.batch_size={64 * ranks}
-        trainer.max_steps={STEPS} test=false hydra.run.dir={out}/run
-        +callbacks.trace._target_=step_trace.StepTrace +callbacks.trace.folder={out}"""
-    started = [
-        subprocess.Popen([sys.executable, *line.split()], cwd=REPOSITORY, env=environment())
-        for line in (raw, ours)
-    ]
-    assert [process.wait(timeout=100) for process in started] == [0, 0]
-    trace = torch.load(out / "trace.pt")
-    last = torch.load(out / "run/checkpoints/last.ckpt", weights_only=True)
-    expected = {"network": torch.load(out / "raw.pt"), **trace}
-    network = {name.removeprefix("net."): v for name, v in last["state_dict"].items()}
-    losses = [torch.load(out / f"losses-{rank}.pt") for rank in range(ranks)]
-    return expected, {
-        "network": network,
-        "losses": losses,
-        "optimizer": last["optimizer_states"][0],
-    }
+WORLDS = {"1 rank": ("cpu", 1), "2 ranks": ("cpu", 2), "4 ranks": ("cpu", 4)}
+WORLDS |= {f"{n} GPU": ("cuda", n) for n in (1, 2, 4) if n <= torch.cuda.device_count()}
+VALIDATES = "validation, sanity check, all logging"
+QUICK = ["Adam", "accumulation of 3", "dropout", "full augmentation", "the default recipe"]
+QUICK += [VALIDATES, "all, interrupted inside an epoch"]
 
 
+def unless(quick: bool) -> list[Any]:
+    return [] if quick else [pytest.mark.slow]
+
+
+def in_every_world(test: Any) -> Any:
+    """On any number of ranks, and on a GPU where there is one; the test's launch is shared."""
+    worlds = [pytest.param(w, marks=unless(w == "2 ranks")) for w in WORLDS]
+    return pytest.mark.parametrize("world", worlds, scope="module")(test)
+
+
+def in_every_regime(test: Any) -> Any:
+    regimes = [pytest.param(name, marks=unless(name in QUICK)) for name in REGIMES]
+    return in_every_world(pytest.mark.parametrize("regime", regimes)(test))
+
+
+class Pair(NamedTuple):
+    """What the two programs left: each rank's trace, the network, the last checkpoint."""
+
+    raw: list[dict[str, Any]]
+    ours: list[dict[str, Any]]
+    raw_net: dict[str, torch.Tensor]
+    last: dict[str, Any]
+    metrics: str
+
+
+@pytest.fixture(scope="module")
+def given(some_images: Path, tmp_path_factory: Any) -> Path:
+    """What the raw program cannot draw itself."""
+    folder, labels = tmp_path_factory.mktemp("given"), ImageFolder(some_images / "train").targets
+    rows, held_out = (part.tolist() for part in stratified_split(torch.tensor(labels), 0.1, seed=0))
+    augment = Augment(crop_padding=4, flip=True, cutout=8)
+    tables = [augment.table(len(labels), 32, seed=0, epoch=epoch) for epoch in range(EPOCHS)]
+    torch.save({"train": rows, "val": held_out, "tables": None}, folder / "held_out.pt")
+    torch.save({"train": None, "val": [], "tables": tables}, folder / "augment.pt")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def launched(request: Any, world: str, some_images: Path, given: Path, start: Any) -> Path:
+    """Both programs trained in all regimes that the chosen tests need, each in one launch."""
+    folder = request.getfixturevalue("tmp_path_factory").mktemp("parity")
+    raw, cases = {}, {}
+    names = chosen(request.session.items, "regime", world=world)
+    for name in {*names, *QUICK} - {None} if None in names else names:
+        places = {"RAW": raw_place(folder, name), "OURS": our_place(folder, name)}
+        places |= {"IMAGES": some_images, "GIVEN": given}
+        words = words_of(REGIMES[name], *WORLDS[world], **places)
+        raw[places["RAW"]] = words[0]  # once where regimes share it
+        cases[places["OURS"].name] = {"words": words[1], "stops": REGIMES[name].stops}
+    (folder / "words.json").write_text(json.dumps([*raw.values()]))
+    device, num_ranks = WORLDS[world]
+    script = str(REPOSITORY / "tests/regimes.py")
+    torchrun = "torchrun", f"--nproc-per-node={num_ranks}", script, f"{folder}/words.json"
+    with start(*torchrun) as process:
+        try:
+            laws.launch(folder / "ours", laws.regimes, num_ranks, device, cases=cases)
+            _, errors = process.communicate(timeout=300)
+        finally:
+            process.terminate()
+    assert process.returncode == 0, errors
+    return folder
+
+
+def raw_place(folder: Path, name: str) -> Path:
+    alike = [other for other in REGIMES if REGIMES[other].raw == REGIMES[name].raw]
+    return folder / f"raw-{[*REGIMES].index(alike[0])}"
+
+
+def our_place(folder: Path, name: str) -> Path:
+    return folder / "ours" / str([*REGIMES].index(name))
+
+
+@pytest.fixture
+def pair(launched: Path, world: str, regime: str) -> Pair:
+    raw, ours = raw_place(launched, regime), our_place(launched, regime)
+    ranks = range(WORLDS[world][1])
+    return Pair(
+        [torch.load(raw / f"{rank}.pt") for rank in ranks],
+        [read_trace(ours, rank) for rank in ranks],
+        torch.load(raw / "net.pt"),
+        torch.load(ours / "checkpoints/last.ckpt", weights_only=True),
+        (ours / "metrics.csv").read_text(),
+    )
+
+
+# The laws
+
+
+@in_every_regime
 def test_weights_and_buffers_are_equal(pair):
-    raw, ours = pair
-    print(f"raw {digest(raw['network'])}  ours {digest(ours['network'])}")
-    assert raw["network"].keys() == ours["network"].keys()
-    assert all(torch.equal(raw["network"][name], ours["network"][name]) for name in raw["network"])
-    assert digest(raw["network"]) == digest(ours["network"])
+    ours = {name.removeprefix("net."): value for name, value in pair.last["state_dict"].items()}
+    print(f"raw {digest(pair.raw_net)}  ours {digest(ours)}")
+    assert ours.keys() == pair.raw_net.keys()
+    assert all(torch.equal(pair.raw_net[name], ours[name]) for name in ours)
 
 
-def test_weights_and_buffers_have_moved(pair):
-    _, ours = pair
-    torch.manual_seed(0)
-    start = CNN(num_classes=10).state_dict()
-    assert all(not torch.equal(start[name], ours["network"][name]) for name in start)
+@in_every_regime
+def test_the_optimizer_is_equal(pair):
+    raw, ours = pair.raw[0]["optimizer"], pair.last["optimizer_states"][0]
+    assert raw["state"].keys() == ours["state"].keys()
+    for weight, state in raw["state"].items():
+        assert state.keys() == ours["state"][weight].keys()
+        assert all(torch.equal(state[name], ours["state"][weight][name]) for name in state)
+    groups = [[group["params"] for group in side["param_groups"]] for side in (raw, ours)]
+    assert groups[0] == groups[1]
+    assert pair.raw[0]["scaler"] == pair.last.get("MixedPrecision", {})
 
 
-def test_losses_of_each_rank_at_each_step_are_equal(pair):
-    raw, ours = pair
-    assert [len(losses) for losses in ours["losses"]] == [STEPS] * len(raw["losses"])
-    assert ours["losses"] == raw["losses"]
+@in_every_regime
+def test_each_rank_does_the_same_at_every_step(pair):
+    for raw, ours in zip(pair.raw, pair.ours, strict=True):
+        assert len(ours["weights"]) == STEPS
+        for name in ours:
+            assert ours[name] == raw[name], name
 
 
-def test_adam_state_is_equal(pair):
-    raw, ours = (side["optimizer"]["state"] for side in pair)
-    assert raw.keys() == ours.keys()
-    for parameter, state in raw.items():
-        assert state.keys() == {"step", "exp_avg", "exp_avg_sq"}
-        assert all(torch.equal(state[name], ours[parameter][name]) for name in state)
+@in_every_regime
+def test_all_ranks_have_the_same_weights_at_every_step(pair):
+    assert all(rank["weights"] == pair.ours[0]["weights"] for rank in pair.ours)
+
+
+def of_distributed_sampler(rows: Sequence[int], ranks: int, rank: int, seed: int) -> list[list]:
+    """The first images of a rank, epoch by epoch, as the classic recipe deals them."""
+    dealt = []
+    for epoch in range(EPOCHS):
+        sampler = DistributedSampler(rows, ranks, rank, seed=seed, drop_last=True)  # type: ignore
+        sampler.set_epoch(epoch)
+        dealt += [rows[i] for i in sampler][: len(rows) // BATCH * BATCH // ranks]
+    return dealt[: STEPS * BATCH // ranks]
+
+
+@in_every_regime
+def test_each_rank_sees_the_images_of_distributed_sampler(pair, given, regime):
+    words = REGIMES[regime].raw
+    rows = torch.load(given / "held_out.pt")["train"] if "held_out" in words else range(1000)
+    for rank, trace in enumerate(pair.ours):
+        seen = [row for batch in trace["rows"] for row in batch]
+        assert seen == of_distributed_sampler(rows, len(pair.ours), rank, 5 * ("--seed 5" in words))
+
+
+@in_every_world
+@pytest.mark.parametrize("regime", [VALIDATES])
+def test_validation_scores_what_the_raw_loop_scores(pair):
+    (loss, accuracy), _ = pair.raw[0]["val"]
+    first, _ = csv.DictReader(pair.metrics.splitlines())
+    assert float(first["val/acc"]) == accuracy
+    assert float(first["val/loss"]) == pytest.approx(loss, rel=1e-6)  # other batches: rounding
+
+
+@in_every_world
+def test_no_two_regimes_are_one(launched, world):
+    nets = [torch.load(path) for path in launched.glob("raw-*/net.pt")]
+    assert len({digest(net) for net in nets}) == len(nets) > 4

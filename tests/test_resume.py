@@ -14,12 +14,11 @@ from typing import Any
 import pytest
 import torch
 from hydra.errors import ConfigCompositionException
-from omegaconf import OmegaConf
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from train import train
 
 from conftest import REPOSITORY, TINY
-from laws import differences, interrupted
+from laws import differences, interrupted, launch
 from project import signals
 from project.checkpoint import begun
 from project.errors import Preempted, RankFailed, UserError
@@ -79,15 +78,10 @@ def stopped_and_taken_up(folder: Path, num_ranks: int, few: dict[str, list[int]]
     cases = {name: {"base": None, "words": [], **case} for name, case in CASES.items()}
     if few:
         cases = {name: {**cases[name], "steps": steps} for name, steps in few.items()}
-    (folder / ".hydra").mkdir(parents=True)
-    names = ["fit", "test", "compile", "ckpt_path", "weights", "trusted", "label_smoothing", "seed"]
-    config: dict[str, Any] = {"cases": cases, "words": [*SHORT, "trainer.max_epochs=3"]}
-    config |= dict(zip(names, [True, False, False, None, None, [], 0, 0], strict=True))
-    config["launch"] = {"inplace": num_ranks == 1, "timeout": 60, "max_restarts": 0}
-    config["checkpoint"] = {"every_n_steps": None, "every_minutes": None, "top_k": 1}
-    config["trainer"] = {"accelerator": "cpu", "devices": num_ranks, "num_nodes": 1}
-    OmegaConf.save(OmegaConf.create(config), folder / ".hydra" / "config.yaml")
-    return {name: what for name, what in run(folder, interrupted).items() if " at " in name}
+    found = launch(
+        folder, interrupted, num_ranks, cases=cases, words=[*SHORT, "trainer.max_epochs=3"]
+    )
+    return {name: what for name, what in found.items() if " at " in name}
 
 
 # The laws

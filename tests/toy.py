@@ -1,9 +1,16 @@
-"""A network without batch statistics and kinks: other ranks or threads change only the rounding."""
+"""Small networks, each with a trait of its own."""
+
+from pathlib import Path
 
 from torch import Tensor, nn
+from torchvision.datasets import ImageFolder
+
+from project.sources import Listing, decode
 
 
 class Plain(nn.Module):
+    """Without batch statistics and kinks: other ranks or threads change only the rounding."""
+
     def __init__(self, num_classes: int, width: int) -> None:
         super().__init__()
         self.conv = nn.Conv2d(3, width, 5, stride=2)
@@ -26,3 +33,37 @@ class Rich(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         hidden = self.norm(self.conv(images)).relu()
         return self.head(self.dropout(hidden.flatten(1)))
+
+
+class Twice(nn.Module):
+    """Uses a weight twice, which autocast may convert once or twice."""
+
+    def __init__(self, num_classes: int, width: int) -> None:
+        super().__init__()
+        self.first = nn.Linear(3 * 32 * 32, width)
+        self.hidden = nn.Linear(width, width)
+        self.head = nn.Linear(width, num_classes)
+
+    def forward(self, images: Tensor) -> Tensor:
+        hidden = self.first(images.flatten(1)).tanh()
+        return self.head(self.hidden(self.hidden(hidden).tanh()).tanh())
+
+
+class Loud(Plain):
+    """Whose gradient is too large for half precision, until the loss is scaled down."""
+
+    def forward(self, images: Tensor) -> Tensor:
+        return super().forward(images) * 100
+
+
+def some_of_folder(root: Path, split: str, image_size: int, *, num_test: int) -> Listing:
+    """An image folder with fewer images to test, evenly spaced."""
+    dataset = ImageFolder(root / split)
+    samples = spaced(dataset.samples, num_test) if split == "test" else dataset.samples
+    images = (decode(path, image_size) for path, _ in samples)
+    return Listing([label for _, label in samples], dataset.classes, images)
+
+
+def spaced(items: list, count: int) -> list:
+    """So many of them, evenly spaced."""
+    return [items[i * len(items) // count] for i in range(count)]

@@ -46,6 +46,10 @@ def num_local_ranks(trainer: DictConfig) -> int:
         devices = 1 if devices == "auto" else devices
         if not isinstance(devices, int) or not 1 <= devices <= limit:
             raise UserError(f"trainer.devices={devices}: on this CPU choose 1 to {limit} ranks.")
+        if str(trainer.get("precision")) in ("16", "16-mixed"):  # Lightning would take bfloat16
+            raise UserError("trainer.precision=16-mixed needs a GPU. On CPUs use bf16-mixed.")
+        if trainer.get("sync_batchnorm"):
+            raise UserError("trainer.sync_batchnorm needs GPUs: on CPUs torch has none.")
         return devices
     chosen = range(num_gpus) if devices in ("auto", -1) else devices
     chosen = range(chosen) if isinstance(chosen, int) else chosen

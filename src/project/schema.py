@@ -58,6 +58,8 @@ def check_knobs(cfg: DictConfig) -> None:
     strategy = str(cfg.trainer.get("strategy"))
     if any(word in strategy for word in ("spawn", "fork", "notebook")):
         raise UserError(f"trainer.strategy={strategy} starts processes of its own. Use ddp.")
+    if "ddp" not in strategy.lower() and strategy != "auto":  # DDPStrategy too, with arguments
+        raise UserError(f"trainer.strategy={strategy}: each rank holds a whole replica. Use ddp.")
 
 
 def check_nodes(cfg: DictConfig) -> None:

@@ -1,0 +1,154 @@
+"""Breaks each mechanism in turn, in a copy of the repository, and runs the test that must notice.
+
+python tests/mutants.py [WORD]      those whose name holds WORD; a table, and 1 if one survives
+
+A mutant is killed if its run comes to an end in order and the test then fails; an error on the way
+to the test does not count.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+REPOSITORY = Path(__file__).parents[1]
+
+
+class Mutant(NamedTuple):
+    """A change of one file of the package.
+
+    Args:
+        file: in src/project.
+        old, new: code; `old` stands there once.
+        test: what must fail.
+    """
+
+    file: str
+    old: str
+    new: str
+    test: str
+
+
+WEIGHTS = "test_parity.py::test_weights_and_buffers_are_equal[{}-2 ranks]"
+STEPS = "test_parity.py::test_each_rank_does_the_same_at_every_step[{}-2 ranks]"
+ROWS = "test_parity.py::test_each_rank_sees_the_images_of_distributed_sampler[{}-2 ranks]"
+SCORES = "test_devices.py::test_scores_are_those_of_a_plain_loop[{}-2]"
+
+MUTANTS = {
+    "no set_epoch": Mutant(
+        "data.py",
+        "            self.start = 0\n        self.order.set_epoch(epoch)\n",
+        "            self.start = 0\n",
+        ROWS.format("Adam"),
+    ),
+    "all ranks train on the shard of rank 0": Mutant(
+        "datamodule.py",
+        "            rank=trainer.global_rank,\n",
+        "            rank=0,\n",
+        ROWS.format("Adam"),
+    ),
+    "batch size of each rank": Mutant(
+        "steps.py",
+        "        return batch_size // parts\n",
+        "        return batch_size // accumulate\n",
+        "test_devices.py::test_a_step_has_the_same_images_augmented_alike[2]",
+    ),
+    "augmentation keyed by rank": Mutant(
+        "datamodule.py",
+        "self.image_size, self.seed, epoch)",
+        "self.image_size, self.seed + self._trainer.global_rank, epoch)",
+        WEIGHTS.format("full augmentation"),
+    ),
+    "dropout alike on all ranks": Mutant(
+        "task.py", "batch_idx, self.global_rank)", "batch_idx, 0)", WEIGHTS.format("dropout")
+    ),
+    "no averaging over the window": Mutant(
+        "task.py",
+        "        return loss\n",
+        "        return loss * self.trainer.accumulate_grad_batches\n",
+        WEIGHTS.format("accumulation of 3"),
+    ),
+    "schedule stepped per micro-batch": Mutant(
+        "task.py",
+        "    def on_train_epoch_end(self)",
+        """    def on_train_batch_end(self, outputs, batch, batch_idx):
+        if (batch_idx + 1) % self.trainer.accumulate_grad_batches:
+            self.lr_schedulers().step()
+
+    def on_train_epoch_end(self)""",
+        STEPS.format("accumulation of 3"),
+    ),
+    "BatchNorm buffers of rank 1 saved": Mutant(
+        "task.py",
+        '        checkpoint["epoch_metrics"] = ',
+        """        for name, value in checkpoint["state_dict"].items():
+            if "running" in name:
+                checkpoint["state_dict"][name] = value.clone()
+                torch.distributed.broadcast(checkpoint["state_dict"][name], src=1)
+        checkpoint["epoch_metrics"] = """,
+        WEIGHTS.format("Adam"),
+    ),
+    "padded evaluation": Mutant(
+        "data.py",
+        "= indices.split(batch_size)[rank::world_size]",
+        """= indices[
+            list(DistributedSampler(range(len(indices)), world_size, rank, shuffle=False))
+        ].split(batch_size)""",
+        SCORES.format("7 by 1 in 64-true"),
+    ),
+    "mean of means": Mutant(
+        "losses.py",
+        "        loss, correct, count = total.tolist()\n",
+        """        count = total[2].item()
+        means = self._vector() / self._vector()[2].clamp(min=1)
+        dist.all_reduce(means)
+        loss, correct, _ = (means * count / dist.get_world_size()).tolist()
+""",
+        SCORES.format("101 by 10 in 32-true"),
+    ),
+}
+
+
+def kill(mutant: Mutant) -> str:
+    """Returns "killed", or what happened instead."""
+    with tempfile.TemporaryDirectory() as place:
+        copy = Path(place, "copy")
+        for name in "src", "tests", "conf":
+            shutil.copytree(REPOSITORY / name, copy / name)
+        for name in "train.py", "pyproject.toml":
+            shutil.copy(REPOSITORY / name, copy)
+        if (REPOSITORY / "data").exists():
+            (copy / "data").symlink_to(REPOSITORY / "data")
+        path = copy / "src/project" / mutant.file
+        code = path.read_text()
+        if code.count(mutant.old) != 1:
+            return f"is out of date: {mutant.file} has not its code once"
+        path.write_text(code.replace(mutant.old, mutant.new))
+        command = [sys.executable, "-m", "pytest", "-q", "-rfE", "-m", "slow or not slow"]
+        done = subprocess.run(
+            [*command, f"tests/{mutant.test}"],
+            cwd=copy,
+            env={**os.environ, "PYTHONPATH": str(copy / "src")},
+            capture_output=True,
+            text=True,
+        )
+    if done.returncode == 0:
+        return "SURVIVED"
+    is_killed = f"FAILED tests/{mutant.test}" in done.stdout and "ERROR" not in done.stdout
+    return "killed" if is_killed else f"did not come to the test: {done.stdout[-2000:]}"
+
+
+def main(word: str = "") -> int:
+    fates = {}
+    for name, mutant in MUTANTS.items():
+        if word in name:
+            fates[name] = kill(mutant)
+            print(f"| {name} | `{mutant.test}` | {fates[name]} |", flush=True)
+    return int(set(fates.values()) != {"killed"})
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))
