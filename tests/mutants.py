@@ -91,6 +91,12 @@ MUTANTS = {
         checkpoint["epoch_metrics"] = """,
         WEIGHTS.format("Adam"),
     ),
+    "buckets as before the first step when resumed": Mutant(
+        "callbacks.py",
+        "            continuation.rebuild_buckets(trainer, pl_module)\n",
+        "",
+        "test_parity.py::test_weights_and_buffers_are_equal[the default recipe, interrupted-4 ranks]",
+    ),
     "padded evaluation": Mutant(
         "data.py",
         "= indices.split(batch_size)[rank::world_size]",

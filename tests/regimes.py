@@ -40,6 +40,12 @@ ALL_RAW = f"""{RICH_RAW} {AUGMENT_RAW} --optimizer adamw --weight-decay 0.05 --c
 ALL = f"""{RICH} {AUGMENT} optimizer=adamw trainer.gradient_clip_val=0.5 scheduler=cosine
     trainer.accumulate_grad_batches=3 label_smoothing=0.1"""
 
+DEFAULT_RAW = """--net project.model.SpeedNet --net-args {} --initialise --optimizer sgd --lr 0.5
+    --weight-decay 5e-4 --schedule linear --warmup 0.1 --label-smoothing 0.1
+    --padding 4 --given GIVEN/augment.pt"""
+DEFAULT = """model=speednet model.widths=[64,256,256] optimizer=sgd scheduler=linear
+    data.augment.crop_padding=4 data.augment.flip=true label_smoothing=0.1"""
+
 REGIMES = {
     "Adam": Regime("", ""),
     "Adam, parameter groups": Regime("--weight-decay 0.01", "+optimizer.weight_decay=0.01"),
@@ -86,13 +92,11 @@ REGIMES = {
         VALIDATE_RAW,
         f"{RICH} data.val_fraction=0.1 trainer.limit_val_batches=0 trainer.log_every_n_steps=1000",
     ),
-    "the default recipe": Regime(
-        """--net project.model.SpeedNet --net-args {"widths":[8,16,16]} --initialise
-            --padding 4 --given GIVEN/augment.pt --optimizer sgd --lr 0.5 --weight-decay 5e-4
-            --schedule linear --warmup 0.1 --label-smoothing 0.1""",
-        """model=speednet model.widths=[8,16,16] data.augment.crop_padding=4
-            data.augment.flip=true optimizer=sgd scheduler=linear label_smoothing=0.1""",
+    "the default recipe": Regime(DEFAULT_RAW, DEFAULT),  # of several buckets
+    "the default recipe, narrow": Regime(
+        DEFAULT_RAW + ' --net-args {"widths":[8,16,16]}', f"{DEFAULT} model.widths=[8,16,16]"
     ),
+    "the default recipe, interrupted": Regime(DEFAULT_RAW, DEFAULT, stops=(4,)),
     "compiled": Regime("--compile", "compile=true"),
     "all at once": Regime(ALL_RAW, ALL),
     "all, interrupted inside an epoch": Regime(ALL_RAW, ALL, stops=(3, 7)),

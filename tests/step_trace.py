@@ -22,25 +22,27 @@ class StepTrace(Callback):
     losses, rows: of each batch; rates: before each step; weights, buffers: digests after it.
     """
 
-    def on_train_start(self, trainer, pl_module) -> None:
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         names = "losses", "rows", "rates", "weights", "buffers"
         self.record: dict[str, list] = {name: [] for name in names}
         self.name = f"{trainer.global_rank}-{trainer.global_step:04}.pt"
 
-    def on_before_optimizer_step(self, trainer, pl_module, optimizer) -> None:
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer) -> None:
         self.record["rates"].append([group["lr"] for group in optimizer.param_groups])
 
-    def on_train_batch_end(self, trainer, pl_module, outputs: Any, batch, batch_idx) -> None:
+    def on_train_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch, batch_idx
+    ) -> None:
         self.record["losses"].append(outputs["loss"].item())
         self.record["rows"].append(batch[2].tolist())
         if (batch_idx + 1) % trainer.accumulate_grad_batches == 0:
             self.record["weights"].append(digest(dict(pl_module.net.named_parameters())))
             self.record["buffers"].append(digest(dict(pl_module.net.named_buffers())))
 
-    def on_train_end(self, trainer, pl_module) -> None:
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         torch.save(self.record, trace_folder(trainer) / self.name)
 
-    def on_exception(self, trainer, pl_module, exception) -> None:
+    def on_exception(self, trainer: Any, pl_module: Any, exception) -> None:
         if isinstance(exception, Preempted):  # to be taken up again
             self.on_train_end(trainer, pl_module)
 
@@ -60,7 +62,7 @@ def read_trace(folder: Path, rank: int) -> dict[str, list]:
 class HalfOnCPU(Callback):
     """fp16 and its scaler, which Lightning's Trainer offers on GPUs only, on CPUs."""
 
-    def setup(self, trainer, pl_module, stage) -> None:
+    def setup(self, trainer: Any, pl_module: Any, stage) -> None:
         if trainer.precision_plugin.device == "cpu":
             trainer.strategy.precision_plugin = MixedPrecision("16-mixed", "cpu")
 
@@ -71,10 +73,10 @@ class Inputs(Callback):
     def __init__(self) -> None:
         self.batches = []
 
-    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx) -> None:
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch, batch_idx) -> None:
         self.batches.append((batch[2].clone(), batch[0].clone()))
 
-    def on_train_end(self, trainer, pl_module) -> None:
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         torch.save(self.batches, trace_folder(trainer) / f"inputs-{trainer.global_rank}.pt")
 
 
@@ -86,18 +88,18 @@ class Gradients(Callback):
     def __init__(self) -> None:
         self.steps = []
 
-    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx) -> None:
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch, batch_idx) -> None:
         net = copy.deepcopy(pl_module.net)
         F.cross_entropy(net(batch[0]), batch[1]).backward()
-        self.own = [weight.grad for weight in net.parameters()]
+        self.own: list[Any] = [weight.grad for weight in net.parameters()]
 
-    def on_before_optimizer_step(self, trainer, pl_module, optimizer) -> None:
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer) -> None:
         weights = [weight.grad.clone() for weight in pl_module.net.parameters()]
         self.steps.append(
             [(gathered(own), got) for own, got in zip(self.own, weights, strict=True)]
         )
 
-    def on_train_end(self, trainer, pl_module) -> None:
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         if trainer.is_global_zero:
             torch.save(self.steps, trace_folder(trainer) / "gradients.pt")
 
@@ -112,5 +114,5 @@ def gathered(tensor: torch.Tensor) -> torch.Tensor:
 class Matrix(Callback):
     """Leaves trace/matrix-<rank>.pt: the confusion matrix of a test."""
 
-    def on_test_end(self, trainer, pl_module) -> None:
+    def on_test_end(self, trainer: Any, pl_module: Any) -> None:
         torch.save(pl_module.confusion, trace_folder(trainer) / f"matrix-{trainer.global_rank}.pt")

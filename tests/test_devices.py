@@ -58,12 +58,12 @@ def weights(tmp_path_factory: Any) -> Path:
     """Of a network that takes images for many classes, with running statistics of its own."""
     torch.manual_seed(1)
     net = CNN(10, widths=[8, 16])
-    for module in net.modules():
-        if isinstance(module, torch.nn.BatchNorm2d):
-            module.running_mean.normal_()
-            module.running_var.uniform_(0.5, 2)
-    torch.save(net.state_dict(), tmp_path_factory.mktemp("weights") / "net.pt")
-    return tmp_path_factory.getbasetemp() / "weights0" / "net.pt"
+    for name, buffer in net.named_buffers():
+        if "running" in name:
+            buffer.uniform_(0.5, 2)
+    path = tmp_path_factory.mktemp("weights") / "net.pt"
+    torch.save(net.state_dict(), path)
+    return path
 
 
 @pytest.fixture(scope="module")
@@ -148,6 +148,17 @@ def test_but_batch_norm_sees_a_ranks_share(one, more):
     difference = (seen / expected - 1).abs()
     print(f"BatchNorm: losses differ by {difference.mean():.1%} on average, {difference.max():.1%}")
     assert difference.max() > 1e-3
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_sync_batchnorm_sees_all_shares(tmp_path):
+    words = [*TINY, *OF_CNN, *DOUBLE, "trainer=gpu", "+trainer.sync_batchnorm=true", "test=false"]
+    words += [f"+callbacks.{name}._target_=step_trace.{name}" for name in ("StepTrace", "Inputs")]
+    for n in 1, 2:
+        cases = {"run": {"words": [*words, f"trainer.devices={n}"], "stops": []}}
+        laws.launch(tmp_path / str(n), laws.regimes, n, "cuda", cases=cases)
+    assert losses(tmp_path / "2/run") == pytest.approx(losses(tmp_path / "1/run"), rel=1e-6)
 
 
 @on_more_ranks

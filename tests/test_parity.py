@@ -22,7 +22,7 @@ from step_trace import read_trace
 WORLDS = {"1 rank": ("cpu", 1), "2 ranks": ("cpu", 2), "4 ranks": ("cpu", 4)}
 WORLDS |= {f"{n} GPU": ("cuda", n) for n in (1, 2, 4) if n <= torch.cuda.device_count()}
 VALIDATES = "validation, sanity check, all logging"
-QUICK = ["Adam", "accumulation of 3", "dropout", "full augmentation", "the default recipe"]
+QUICK = ["Adam", "accumulation of 3", "dropout", "full augmentation", "the default recipe, narrow"]
 QUICK += [VALIDATES, "all, interrupted inside an epoch"]
 
 
@@ -164,6 +164,14 @@ def test_each_rank_sees_the_images_of_distributed_sampler(pair, given, regime):
     for rank, trace in enumerate(pair.ours):
         seen = [row for batch in trace["rows"] for row in batch]
         assert seen == of_distributed_sampler(rows, len(pair.ours), rank, 5 * ("--seed 5" in words))
+
+
+@in_every_regime
+def test_interruptions_and_overflows_have_happened(pair, launched, regime):
+    starts = sorted(our_place(launched, regime).glob("trace/0-*.pt"))
+    assert [int(path.stem.removeprefix("0-")) for path in starts] == [0, *REGIMES[regime].stops]
+    if "overflow" in regime:
+        assert pair.last["MixedPrecision"]["scale"] < 2.0**16  # where it starts
 
 
 @in_every_world

@@ -16,8 +16,9 @@ from project.launch import run
 from project.resume import take_up
 
 README = (REPOSITORY / "README.md").read_text()
-CODE = [line.strip() for line in README.splitlines() if line.startswith("    ")]
-CODE += re.findall(r"`(python [^`]+|torchrun [^`]+)`", README)
+PAGES = README + "".join(path.read_text() for path in (REPOSITORY / "docs").glob("*.md"))
+CODE = [line.strip() for line in PAGES.splitlines() if line.startswith("    ")]
+CODE += re.findall(r"`(python [^`]+|torchrun [^`]+)`", PAGES)
 COMMANDS = sorted({line.split("  ")[0].split(" && ")[-1] for line in CODE})
 TRAININGS = [c for c in COMMANDS if c.startswith("python train.py")]
 # As few images and steps as can be.
@@ -35,6 +36,11 @@ ELSEWHERE = {
     "pytest": "CI",
     "pytest -m slow": "CI",
     'pytest tests/test_parity.py -m "slow or not slow"': "CI",
+    'pytest tests/test_parity.py tests/test_devices.py -m "slow or not slow"': "CI",
+    "python tests/mutants.py": "test_mutants.py",
+    "torchrun --nproc-per-node=2 tests/reference_ddp.py --data data/cifar10-jpeg --out ref.pt": (
+        "test_parity.py, by the same file"
+    ),
     "pre-commit install": "CI runs its hooks' tools",
     "python -m project.env": "test_env.py",
     "python train.py model=mine": "test_five_minutes.py",
@@ -110,7 +116,7 @@ def test_the_plain_default_is_the_cifar10_recipe():
 
 
 def test_every_choice_of_help_and_readme_exists():
-    for group, name in re.findall(r"\b(experiment|debug|model|optimizer|data)=([a-z]\w+)", README):
+    for group, name in re.findall(r"\b(experiment|debug|model|optimizer|data)=([a-z]\w+)", PAGES):
         if name != "mine":
             assert (REPOSITORY / f"conf/{group}/{name}.yaml").exists(), f"{group}={name}"
 
@@ -120,6 +126,13 @@ def test_each_recipe_says_command_accuracy_and_time():
         head = [line for line in path.read_text().splitlines() if line.startswith("# ")]
         assert any("python train.py" in line for line in head), path
         assert any("measured" in line for line in head), path
+
+
+def test_each_test_that_is_named_exists():
+    named = set(re.findall(r"`(test_\w+\.py)::(test_\w+)`", PAGES))
+    assert len(named) > 15
+    for file, test in named:
+        assert f"def {test}(" in (REPOSITORY / "tests" / file).read_text(), test
 
 
 def test_each_file_has_its_line():
