@@ -7,10 +7,12 @@ import csv
 import json
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from hydra import compose, initialize_config_dir
+from lightning.pytorch.callbacks import Callback
 from omegaconf import OmegaConf, open_dict
 from train import train
 
@@ -52,10 +54,17 @@ def launch(
     return run(folder, program)
 
 
+class Undrawn(Callback):
+    """In the place of the pictures, which take longer than these trainings."""
+
+    def __init__(self, folder: Path) -> None:
+        pass
+
+
 def training(folder: Path, *overrides: str) -> None:
     """One attempt at a run, to its end or to a request to stop, as run_rank makes it."""
     (folder / "ranks").mkdir(parents=True, exist_ok=True)
-    with signals.handled():
+    with signals.handled(), patch("project.plots.Pictures", Undrawn):
         try:
             results = train(composed(*overrides), folder)
         except Preempted:

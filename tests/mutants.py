@@ -95,7 +95,7 @@ MUTANTS = {
         "callbacks.py",
         "            continuation.rebuild_buckets(trainer, pl_module)\n",
         "",
-        "test_parity.py::test_weights_and_buffers_are_equal[the default recipe, interrupted-4 ranks]",
+        WEIGHTS.format("the default recipe, interrupted").replace("2 ranks", "4 ranks"),
     ),
     "padded evaluation": Mutant(
         "data.py",

@@ -121,6 +121,7 @@ def test_torchrun_trains_in_one_run_folder(torchrun):
     assert "epoch 2  step 12" in (folder / "ranks/1-0.log").read_text()
 
 
+@pytest.mark.slow
 def test_torchrun_and_our_own_launch_with_loader_workers_give_the_same_bits(
     torchrun, command, tmp_path
 ):

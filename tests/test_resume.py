@@ -78,9 +78,9 @@ def stopped_and_taken_up(folder: Path, num_ranks: int, few: dict[str, list[int]]
     cases = {name: {"base": None, "words": [], **case} for name, case in CASES.items()}
     if few:
         cases = {name: {**cases[name], "steps": steps} for name, steps in few.items()}
-    found = launch(
-        folder, interrupted, num_ranks, cases=cases, words=[*SHORT, "trainer.max_epochs=3"]
-    )
+    words = [*SHORT, "trainer.max_epochs=3"]
+    inplace = num_ranks == 1  # which is quicker
+    found = launch(folder, interrupted, num_ranks, inplace=inplace, cases=cases, words=words)
     return {name: what for name, what in found.items() if " at " in name}
 
 

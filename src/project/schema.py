@@ -55,7 +55,7 @@ def check_knobs(cfg: DictConfig) -> None:
             raise UserError(f"{key}={value} must be at least {least}.")
     for name in OWN.keys() & cfg.trainer.keys():
         raise UserError(f"trainer.{name} is given by train.py. Use {OWN[name]} instead.")
-    strategy = str(cfg.trainer.get("strategy"))
+    strategy = str(cfg.trainer.get("strategy", "ddp"))
     if any(word in strategy for word in ("spawn", "fork", "notebook")):
         raise UserError(f"trainer.strategy={strategy} starts processes of its own. Use ddp.")
     if "ddp" not in strategy.lower() and strategy != "auto":  # DDPStrategy too, with arguments
