@@ -2,6 +2,7 @@
 
 import csv
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -187,3 +188,18 @@ def test_validation_scores_what_the_raw_loop_scores(pair):
 def test_no_two_regimes_are_one(launched, world):
     nets = [torch.load(path) for path in launched.glob("raw-*/net.pt")]
     assert len({digest(net) for net in nets}) == len(nets) > 4
+
+
+@pytest.mark.slow
+def test_the_two_commands_of_the_page_give_one_network(command, some_images, tmp_path):
+    page = (REPOSITORY / "docs/ddp.md").read_text()
+    (raw,) = re.findall("^    (torchrun .*reference_ddp.py .*)$", page, re.MULTILINE)
+    (ours,) = re.findall("^    python (train.py experiment=tutorial .*)$", page, re.MULTILINE)
+    raw, ours = (line.replace("data/cifar10-jpeg", str(some_images)) for line in (raw, ours))
+    raw = raw.replace("tests/", f"{REPOSITORY}/tests/").replace("ref.pt", f"{tmp_path}/ref.pt")
+    few = ["trainer.max_steps=14", "test=false", "trainer=cpu", f"hydra.run.dir={tmp_path}/run"]
+    for words in [*raw.split(), "--max-steps=14", "--device=cpu"], ["python", *ours.split(), *few]:
+        done = command(*words)
+        assert done.returncode == 0, done.stderr
+    nets = [torch.load(tmp_path / path) for path in ("ref.pt", "run/checkpoints/model.pt")]
+    assert digest(nets[0]) == digest(nets[1])

@@ -39,7 +39,7 @@ ELSEWHERE = {
     'pytest tests/test_parity.py tests/test_devices.py -m "slow or not slow"': "CI",
     "python tests/mutants.py": "test_mutants.py",
     "torchrun --nproc-per-node=2 tests/reference_ddp.py --data data/cifar10-jpeg --out ref.pt": (
-        "test_parity.py, by the same file"
+        "test_the_two_commands_of_the_page_give_one_network"
     ),
     "pre-commit install": "CI runs its hooks' tools",
     "python -m project.env": "test_env.py",
