@@ -14,6 +14,7 @@ from conftest import REPOSITORY
 from project.errors import UserError
 from project.launch import run
 from project.resume import take_up
+from regimes import REGIMES
 
 README = (REPOSITORY / "README.md").read_text()
 PAGES = README + "".join(path.read_text() for path in (REPOSITORY / "docs").glob("*.md"))
@@ -129,10 +130,11 @@ def test_each_recipe_says_command_accuracy_and_time():
 
 
 def test_each_test_that_is_named_exists():
-    named = set(re.findall(r"`(test_\w+\.py)::(test_\w+)`", PAGES))
-    assert len(named) > 15
-    for file, test in named:
+    named = re.findall(r"`(test_\w+\.py)::(test_\w+)(?:\[(.+)-\d ranks?\])?`", PAGES)
+    assert len(named) == PAGES.count("::") > 20
+    for file, test, regime in named:
         assert f"def {test}(" in (REPOSITORY / "tests" / file).read_text(), test
+        assert regime in ("", *REGIMES)
 
 
 def test_each_file_has_its_line():
