@@ -37,6 +37,15 @@ STEPS = "test_parity.py::test_each_rank_does_the_same_at_every_step[{}-2 ranks]"
 ROWS = "test_parity.py::test_each_rank_sees_the_images_of_distributed_sampler[{}-2 ranks]"
 SCORES = "test_devices.py::test_scores_are_those_of_a_plain_loop[{}-2]"
 
+HISTORY = "test_parity.py::test_the_history_has_the_mean_of_the_raw_losses[{}-2 ranks]"
+LOGGED = (
+    "test_parity.py::test_the_logged_loss_of_a_step_is_that_of_all_ranks_and_batches[{}-2 ranks]"
+)
+VALIDATION = (
+    "test_parity.py::test_validation_scores_what_the_raw_loop_scores"
+    "[validation, sanity check, all logging-2 ranks]"
+)
+
 MUTANTS = {
     "no set_epoch": Mutant(
         "data.py",
@@ -96,6 +105,55 @@ MUTANTS = {
         "            continuation.rebuild_buckets(trainer, pl_module)\n",
         "",
         WEIGHTS.format("the default recipe, interrupted").replace("2 ranks", "4 ranks"),
+    ),
+    "weights of rank 0 not copied": Mutant(
+        "callbacks.py",
+        "        trainer.fit_loop._iteration_based_training = lambda: False\n",
+        """        trainer.fit_loop._iteration_based_training = lambda: False
+        trainer.strategy._ddp_kwargs["init_sync"] = False
+""",
+        WEIGHTS.format("ranks that begin apart"),
+    ),
+    "no clipping": Mutant(
+        "task.py",
+        "    def on_train_start(self)",
+        """    def configure_gradient_clipping(self, *args, **kwargs):
+        pass
+
+    def on_train_start(self)""",
+        WEIGHTS.format("clipping"),
+    ),
+    "each rank validates with its own statistics": Mutant(
+        "task.py",
+        "        self._eval_sums = EpochSums(self.device)\n",
+        """        self._eval_sums = EpochSums(self.device)
+        self.trainer.strategy.model.require_forward_param_sync = False
+""",
+        VALIDATION,
+    ),
+    "label smoothing when scoring": Mutant(
+        "task.py",
+        'F.cross_entropy(logits, labels, reduction="none")',
+        'F.cross_entropy(logits, labels, reduction="none", label_smoothing=self.label_smoothing)',
+        SCORES.format("7 by 1 in 64-true"),
+    ),
+    "whitening sees validation images": Mutant(
+        "datamodule.py",
+        "self.split[0][:count]",
+        "torch.arange(len(self.train_images))[:count]",
+        WEIGHTS.format("the default recipe, narrow"),
+    ),
+    "the last loss of a window shown": Mutant(
+        "progress.py",
+        "losses[-trainer.accumulate_grad_batches :].mean()",
+        "losses[-1]",
+        LOGGED.format("accumulation of 3"),
+    ),
+    "train/loss over the window": Mutant(
+        "task.py",
+        "self._train_sums.add(loss.expand",
+        "self._train_sums.add((loss / self.trainer.accumulate_grad_batches).expand",
+        HISTORY.format("accumulation of 3"),
     ),
     "padded evaluation": Mutant(
         "data.py",

@@ -3,15 +3,18 @@
 torchrun --nproc-per-node=2 tests/reference_ddp.py --data ROOT --epochs 2 --out ref.pt
 
 ROOT is a CIFAR-10 folder or an image folder (ROOT/train/<class>/*). This is the oracle that the
-Trainer is judged by: it shares the network with the project, and nothing else.
+Trainer is judged by: it shares the network with the project, and no other code. What cannot be
+drawn twice, which images to hold out and how to augment each, is handed to it in a file (--given).
 """
 
 import argparse
 import contextlib
 import hashlib
+import itertools
 import json
 import os
 import pkgutil
+import sys
 from pathlib import Path
 
 import torch
@@ -64,6 +67,7 @@ def parse_args(words: list[str] | None = None) -> argparse.Namespace:
     add("--validate", action="store_true", help="after each epoch")
     add("--seed", type=int, default=0)
     add("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
+    add("--deterministic", action="store_true", help="on a GPU (set CUBLAS_WORKSPACE_CONFIG)")
     add("--out", required=True, help="plain state dict of the network")
     add("--trace", metavar="FOLDER", help="what each rank saw and did at each step")
     return parser.parse_args(words)
@@ -136,7 +140,7 @@ def make_schedule(args: argparse.Namespace, optimizer: Optimizer, num_steps: int
 
 
 def seed_of_step(seed: int, epoch: int, batch: int, rank: int) -> int:
-    """What the README says of dropout: 63 bits of a BLAKE2b hash of these words and numbers."""
+    """63 bits of a BLAKE2b hash of these words and numbers, see docs/ddp.md."""
     words = repr(("step", seed, epoch, batch, rank)).encode()
     return int.from_bytes(hashlib.blake2b(words, digest_size=8).digest(), "big") >> 1
 
@@ -147,6 +151,29 @@ def digest(state: dict[str, torch.Tensor]) -> str:
     return hashlib.sha256(b"".join(parts)).hexdigest()[:16]
 
 
+class Trace:
+    """What a rank saw and did, for the tests to compare.
+
+    losses, rows: of each batch; rates: before each step; weights, buffers: digests after it; val:
+    loss and accuracy of each validation.
+    """
+
+    def __init__(self) -> None:
+        names = "losses", "rows", "rates", "weights", "buffers", "val"
+        self.values: dict[str, list] = {name: [] for name in names}
+
+    def batch(self, loss: torch.Tensor, rows: torch.Tensor) -> None:
+        self.values["losses"].append(loss.item())
+        self.values["rows"].append(rows.tolist())
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        self.values["rates"].append([group["lr"] for group in optimizer.param_groups])
+
+    def after_step(self, net: torch.nn.Module) -> None:
+        self.values["weights"].append(digest(dict(net.named_parameters())))
+        self.values["buffers"].append(digest(dict(net.named_buffers())))
+
+
 def main(args: argparse.Namespace) -> None:
     # 1. Who am I? torchrun says so in the environment.
     rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
@@ -155,7 +182,8 @@ def main(args: argparse.Namespace) -> None:
     device = torch.device("cuda", local_rank) if on_gpu else torch.device("cpu")
     if on_gpu:
         torch.cuda.set_device(device)
-    if not dist.is_initialized():
+        torch.use_deterministic_algorithms(args.deterministic)
+    if not dist.is_initialized():  # the tests train many times in one process
         dist.init_process_group("nccl" if on_gpu else "gloo")
 
     # 2. Each rank reads its own shard, in a new order every epoch.
@@ -201,16 +229,14 @@ def main(args: argparse.Namespace) -> None:
     scaler = torch.amp.GradScaler(device.type, enabled=args.precision == "16-mixed")
 
     # 4. The loop.
-    step, record = (
-        0,
-        {"losses": [], "rows": [], "rates": [], "weights": [], "buffers": [], "val": []},
-    )
+    step, trace = 0, Trace() if args.trace else None
     for epoch in range(args.epochs):
         sampler.set_epoch(epoch)
         images.table = given["tables"][epoch] if given["tables"] is not None else None
         model.train()
-        for i, (batch, labels, rows) in enumerate(loader):
-            if step == num_steps or i == steps_an_epoch * args.accumulate:
+        whole_steps = itertools.islice(loader, steps_an_epoch * args.accumulate)
+        for i, (batch, labels, rows) in enumerate(whole_steps):
+            if step == num_steps:
                 break
             if args.reseed:
                 torch.manual_seed(seed_of_step(args.seed, epoch, i, rank))
@@ -224,26 +250,24 @@ def main(args: argparse.Namespace) -> None:
                     )
                 part = loss / args.accumulate
                 scaler.scale(part).backward()
-            if args.trace:
-                record["losses"].append(part.item())
-                record["rows"].append(rows.tolist())
+            if trace:
+                trace.batch(part, rows)
             if not is_last:
                 continue
             if args.clip:
                 scaler.unscale_(optimizer)
                 weights = [weight for group in optimizer.param_groups for weight in group["params"]]
                 torch.nn.utils.clip_grad_norm_(weights, args.clip)
-            if args.trace:
-                record["rates"].append([group["lr"] for group in optimizer.param_groups])
+            if trace:
+                trace.before_step(optimizer)
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad()
             scheduler.step()
             step += 1
-            if args.trace:
-                record["weights"].append(digest(dict(net.named_parameters())))
-                record["buffers"].append(digest(dict(net.named_buffers())))
-            if rank == 0 and step % 100 == 0:
+            if trace:
+                trace.after_step(net)
+            if rank == 0 and (step % 100 == 0 or step == num_steps):
                 print(f"epoch {epoch + 1}  step {step}  loss {loss.item():.4f}", flush=True)
 
         if args.validate:  # with rank 0's running statistics, as they will be saved
@@ -258,18 +282,22 @@ def main(args: argparse.Namespace) -> None:
                     sums[1] += (logits.argmax(1) == labels).sum()
                     sums[2] += len(labels)
             dist.all_reduce(sums)
-            record["val"].append((sums[:2] / sums[2]).tolist())
+            if trace:
+                trace.values["val"].append((sums[:2] / sums[2]).tolist())
         if step == num_steps:
             break
 
     # 5. Rank 0 saves the network without its wrapper.
     if rank == 0:
         torch.save(net.state_dict(), args.out)
-    if args.trace:
-        record |= {"optimizer": optimizer.state_dict(), "scaler": scaler.state_dict()}
-        torch.save(record, Path(args.trace, f"{rank}.pt"))
+        print(f"saved {args.out}", flush=True)
+    if trace:
+        states = {"optimizer": optimizer.state_dict(), "scaler": scaler.state_dict()}
+        torch.save(trace.values | states, Path(args.trace, f"{rank}.pt"))
 
 
 if __name__ == "__main__":
+    if not dist.is_torchelastic_launched():
+        raise SystemExit(f"torchrun --nproc-per-node=2 {' '.join(sys.argv)}")
     main(parse_args())
     dist.destroy_process_group()

@@ -34,7 +34,8 @@ RICH_RAW = '--net toy.Rich --net-args {"width":4} --reseed'
 RICH = "model._target_=toy.Rich ~model.widths +model.width=4"
 AUGMENT_RAW = "--padding 4 --cutout 8 --given GIVEN/augment.pt"
 AUGMENT = "data.augment.crop_padding=4 data.augment.flip=true data.augment.cutout=8"
-VALIDATE_RAW = f"{RICH_RAW} --given GIVEN/held_out.pt --validate"
+VALIDATE_RAW = f"{RICH_RAW} --given GIVEN/held_out.pt --validate --max-steps 18"  # 9 an epoch
+VALIDATE = f"{RICH} data.val_fraction=0.1 trainer.max_steps=18 data.eval_batch_size=20"
 ALL_RAW = f"""{RICH_RAW} {AUGMENT_RAW} --optimizer adamw --weight-decay 0.05 --clip 0.5
     --schedule cosine --warmup 0.1 --accumulate 3 --label-smoothing 0.1"""
 ALL = f"""{RICH} {AUGMENT} optimizer=adamw trainer.gradient_clip_val=0.5 scheduler=cosine
@@ -42,12 +43,15 @@ ALL = f"""{RICH} {AUGMENT} optimizer=adamw trainer.gradient_clip_val=0.5 schedul
 
 DEFAULT_RAW = """--net project.model.SpeedNet --net-args {} --initialise --optimizer sgd --lr 0.5
     --weight-decay 5e-4 --schedule linear --warmup 0.1 --label-smoothing 0.1
-    --padding 4 --given GIVEN/augment.pt"""
+    --padding 4 --given GIVEN/held_out_augment.pt --validate"""
 DEFAULT = """model=speednet model.widths=[64,256,256] optimizer=sgd scheduler=linear
-    data.augment.crop_padding=4 data.augment.flip=true label_smoothing=0.1"""
+    data.augment.crop_padding=4 data.augment.flip=true data.val_fraction=0.1 label_smoothing=0.1"""
 
 REGIMES = {
     "Adam": Regime("", ""),
+    "ranks that begin apart": Regime(
+        "--lr 0.003", "optimizer.lr=0.003 +callbacks.apart._target_=step_trace.Apart"
+    ),
     "Adam, parameter groups": Regime("--weight-decay 0.01", "+optimizer.weight_decay=0.01"),
     "AdamW": Regime(
         "--optimizer adamw --lr 0.002",
@@ -62,7 +66,7 @@ REGIMES = {
     ),
     "accumulation of 3": Regime(
         "--accumulate 3 --schedule linear --warmup 0.1",
-        "trainer.accumulate_grad_batches=3 scheduler=linear",
+        "trainer.accumulate_grad_batches=3 scheduler=linear logger=csv trainer.log_every_n_steps=1",
     ),
     "clipping": Regime("--clip 0.1", "trainer.gradient_clip_val=0.1"),
     "warm-up, linear decay": Regime("--schedule linear --warmup 0.1", "scheduler=linear"),
@@ -84,13 +88,12 @@ REGIMES = {
     "loader workers": Regime(AUGMENT_RAW, f"{AUGMENT} data.num_workers=2"),
     "validation, sanity check, all logging": Regime(
         VALIDATE_RAW,
-        f"""{RICH} data.val_fraction=0.1 +trainer.val_check_interval=3
-            trainer.num_sanity_val_steps=2 logger=[tensorboard,csv] trainer.log_every_n_steps=1
-            checkpoint.every_n_steps=4""",
+        f"""{VALIDATE} +trainer.val_check_interval=3 trainer.num_sanity_val_steps=2
+            logger=[tensorboard,csv] trainer.log_every_n_steps=1 checkpoint.every_n_steps=4""",
     ),
     "no validation, no logging": Regime(
         VALIDATE_RAW,
-        f"{RICH} data.val_fraction=0.1 trainer.limit_val_batches=0 trainer.log_every_n_steps=1000",
+        f"{VALIDATE} trainer.limit_val_batches=0 trainer.log_every_n_steps=1000",
     ),
     "the default recipe": Regime(DEFAULT_RAW, DEFAULT),  # of several buckets
     "the default recipe, narrow": Regime(
@@ -116,7 +119,7 @@ def words_of(
     passes = 3 if "--accumulate 3" in regime.raw else 1
     raw = f"""--data IMAGES --device {device} --workers 0 --epochs {EPOCHS} --max-steps {STEPS}
         --batch-size {BATCH // num_ranks // passes} --net-args {{"widths":[8,16]}}
-        --out RAW/net.pt --trace RAW {regime.raw}"""
+        --out RAW/net.pt --trace RAW --deterministic {regime.raw}"""
     ours = f"""experiment=tutorial trainer={"cpu" if device == "cpu" else "gpu"}
         trainer.deterministic={device != "cpu"} trainer.devices={num_ranks} model.widths=[8,16]
         data=imagefolder data.root=IMAGES data.batch_size={BATCH} logger=none test=false

@@ -11,36 +11,35 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins import MixedPrecision
 
 from project.errors import Preempted
-from reference_ddp import digest
+from reference_ddp import Trace
 
 
 class StepTrace(Callback):
     """As reference_ddp.py does with --trace.
 
     Leaves trace/<rank>-<first step>.pt, a file each time that the training is begun.
-
-    losses, rows: of each batch; rates: before each step; weights, buffers: digests after it.
     """
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        names = "losses", "rows", "rates", "weights", "buffers"
-        self.record: dict[str, list] = {name: [] for name in names}
+        self.trace = Trace()
         self.name = f"{trainer.global_rank}-{trainer.global_step:04}.pt"
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer) -> None:
-        self.record["rates"].append([group["lr"] for group in optimizer.param_groups])
+        self.trace.before_step(optimizer)
 
     def on_train_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch, batch_idx
     ) -> None:
-        self.record["losses"].append(outputs["loss"].item())
-        self.record["rows"].append(batch[2].tolist())
+        self.trace.batch(outputs["loss"], batch[2])
         if (batch_idx + 1) % trainer.accumulate_grad_batches == 0:
-            self.record["weights"].append(digest(dict(pl_module.net.named_parameters())))
-            self.record["buffers"].append(digest(dict(pl_module.net.named_buffers())))
+            self.trace.after_step(pl_module.net)
+
+    def on_validation_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        if not trainer.sanity_checking:  # of the shares, how many images each rank has scored
+            self.trace.values["val"].append(int(pl_module._eval_sums.counts[1]))
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        torch.save(self.record, trace_folder(trainer) / self.name)
+        torch.save(self.trace.values, trace_folder(trainer) / self.name)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception) -> None:
         if isinstance(exception, Preempted):  # to be taken up again
@@ -57,6 +56,14 @@ def read_trace(folder: Path, rank: int) -> dict[str, list]:
     """What one rank did in a run, from the beginning to the end of its training."""
     parts = [torch.load(path) for path in sorted(folder.glob(f"trace/{rank}-*.pt"))]
     return {name: [value for part in parts for value in part[name]] for name in parts[0]}
+
+
+class Apart(Callback):
+    """Gives each rank other weights before training begins."""
+
+    def setup(self, trainer: Any, pl_module: Any, stage) -> None:
+        for weight in pl_module.parameters():
+            weight.data += trainer.global_rank
 
 
 class HalfOnCPU(Callback):

@@ -70,7 +70,7 @@ def weights(tmp_path_factory: Any) -> Path:
 def launch(many_images: Path, weights: Path, tmp_path_factory: Any) -> Callable[..., Path]:
     """Runs all trainings and some scorings on so many ranks, in one launch."""
     score = f"""experiment=quickstart model.widths=[8,16] fit=false weights={weights}
-        data=imagefolder data.root={many_images} data.val_fraction=0
+        data=imagefolder data.root={many_images} data.val_fraction=0 label_smoothing=0.1
         data.source._target_=toy.some_of_folder +callbacks.matrix._target_=step_trace.Matrix"""
     trace = [f"+callbacks.{name}._target_=step_trace.{name}" for name in ("StepTrace", "Inputs")]
 

@@ -73,6 +73,12 @@ def test_an_unknown_word_is_refused_with_the_nearest_that_exists(monkeypatch, wo
         ("trainer.precision=16-mixed", "needs a GPU. On CPUs use bf16-mixed."),
         ("+trainer.sync_batchnorm=true", "needs GPUs"),
         ("+trainer.val_check_interval=1000", "`val_check_interval` (1000) must be less than"),
+        ("+trainer.overfit_batches=2", "Use debug=overfit."),
+        (
+            "+callbacks.mine._target_=lightning.pytorch.callbacks.GradientAccumulationScheduler",
+            "callbacks.mine: GradientAccumulationScheduler changes the global batch.",
+        ),
+        ("+trainer.val_check_interval=00:00:00:10", "A run that validates by the clock"),
         ("data.batch_size=40.0", "data.batch_size=40.0 is not of type int"),
         ("data.batch_size=0", "data.batch_size=0"),
         (

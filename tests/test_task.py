@@ -1,11 +1,13 @@
 """What a Trainer makes of the task and the data module, in one process."""
 
 import itertools
+import random
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import lightning
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -92,6 +94,10 @@ def test_what_has_no_end_or_cuts_a_step_in_two_is_refused(make_data):
     trainer = make_trainer(limit_train_batches=4, accumulate_grad_batches=3)
     with pytest.raises(UserError, match="leaves 4 batches an epoch"):
         trainer.fit(make_task(), datamodule=make_data())
+    for interval in 4, 0.25:  # of 18 batches: 4
+        trainer = make_trainer(val_check_interval=interval, accumulate_grad_batches=3)
+        with pytest.raises(UserError, match="validates after 4 batches, inside an optimizer step"):
+            trainer.fit(make_task(), datamodule=make_data())
 
 
 def test_train_and_test_of_different_classes_are_refused(tmp_path):
@@ -196,13 +202,13 @@ def test_dropout_is_a_function_of_seed_step_and_rank(make_data):
     assert all(torch.equal(nets[0][name], nets[1][name]) for name in nets[0])
 
 
-def test_dropout_differs_by_epoch_batch_and_rank():
+def test_all_generators_differ_by_epoch_batch_and_rank():
     draws = set()
     for epoch, batch, rank in itertools.product(range(2), range(3), range(4)):
         task: Any = SimpleNamespace(seed=0, current_epoch=epoch, global_rank=rank)
         Classifier.on_train_batch_start(task, (), batch)  # type: ignore[arg-type]
-        draws.add(torch.rand(()).item())
-    assert len(draws) == 2 * 3 * 4
+        draws.add((torch.rand(()).item(), random.random(), np.random.rand()))
+    assert all(len(set(column)) == 2 * 3 * 4 for column in zip(*draws, strict=True))
 
 
 class Uniform(nn.Linear):

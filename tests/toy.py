@@ -17,7 +17,8 @@ class Plain(nn.Module):
         self.head = nn.Linear(width * 14 * 14, num_classes)
 
     def forward(self, images: Tensor) -> Tensor:
-        return self.head(self.conv(images).tanh().flatten(1))
+        hidden = self.conv(images).tanh()
+        return self.head(hidden.view(hidden.size(0), -1))  # as tutorials do; 0 images fail here
 
 
 class Rich(nn.Module):

@@ -153,10 +153,10 @@ class ImageDataModule(lightning.LightningDataModule):
         Raises:
             UserError: see `project.steps.num_steps`.
         """
-        trainer = self._trainer
-        steps = steps_per_epoch(len(self.split[0]), self.batch_size)
+        trainer, steps = self._trainer, steps_per_epoch(len(self.split[0]), self.batch_size)
         limits = trainer.limit_train_batches, trainer.max_epochs, trainer.max_steps
-        return num_steps(steps, trainer.accumulate_grad_batches, *limits)
+        interval = getattr(trainer, "val_check_interval", None)  # Lightning sets none by time
+        return num_steps(steps, trainer.accumulate_grad_batches, *limits, interval)
 
     def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
         """Normalises a batch on its device, and in training augments it."""

@@ -37,6 +37,12 @@ LEAST |= {"launch.max_restarts": 0}
 # Arguments of the Trainer that train.py gives itself.
 OWN = {"callbacks": "callbacks=...", "logger": "logger=...", "plugins": "code in train.py"}
 OWN |= {"use_distributed_sampler": "nothing", "default_root_dir": "hydra.run.dir=..."}
+# Callbacks of Lightning that would train another way than the config says.
+UNFIT = dict.fromkeys(
+    ["GradientAccumulationScheduler", "BatchSizeFinder"],
+    "changes the global batch. Use data.batch_size and trainer.accumulate_grad_batches.",
+)
+UNFIT["LearningRateFinder"] = "trains outside of the run. Use a sweep: -m optimizer.lr=0.1,0.3"
 
 
 def check_knobs(cfg: DictConfig) -> None:
@@ -55,6 +61,8 @@ def check_knobs(cfg: DictConfig) -> None:
             raise UserError(f"{key}={value} must be at least {least}.")
     for name in OWN.keys() & cfg.trainer.keys():
         raise UserError(f"trainer.{name} is given by train.py. Use {OWN[name]} instead.")
+    if cfg.trainer.get("overfit_batches"):
+        raise UserError("trainer.overfit_batches would take other images. Use debug=overfit.")
     strategy = str(cfg.trainer.get("strategy", "ddp"))
     if any(word in strategy for word in ("spawn", "fork", "notebook")):
         raise UserError(f"trainer.strategy={strategy} starts processes of its own. Use ddp.")
@@ -83,6 +91,9 @@ def _check_node(cfg: DictConfig, key: str, node: Any) -> None:
     for name, child in node.items():
         _check_node(cfg, f"{key}.{name}".lstrip("."), child)
     if "_target_" in node:
+        name = str(node["_target_"]).rpartition(".")[2]
+        if name in UNFIT:
+            raise UserError(f"{key}: {name} {UNFIT[name]}")
         _check_arguments(cfg, key, node)
 
 

@@ -41,15 +41,18 @@ def num_steps(
     limit_batches: float | int | None,
     max_epochs: int | None,
     max_steps: int,
+    val_check_interval: float | int | None,
 ) -> int:
     """Optimizer steps of a whole training, from the limits of Lightning's Trainer.
 
     Args:
         limit_batches: batches of a rank and epoch: a number, a fraction, or None.
         max_epochs, max_steps: -1 (or None) for no limit.
+        val_check_interval: batches between validations: a number, a fraction of an epoch, or
+            None if it is a time.
 
     Raises:
-        UserError: training has no end or no step, or an epoch's limit cuts a step in two.
+        UserError: training has no end or no step, or a limit or a validation cuts a step in two.
     """
     if accumulate < 1:
         raise UserError(f"trainer.accumulate_grad_batches={accumulate} must be at least 1.")
@@ -60,6 +63,18 @@ def num_steps(
         raise UserError(
             f"trainer.limit_train_batches={limit} leaves {limited} batches an epoch, not whole "
             f"optimizer steps of trainer.accumulate_grad_batches={accumulate}."
+        )
+    if val_check_interval is None:
+        raise UserError(
+            "trainer.val_check_interval: give batches, or a fraction of an epoch. A run that "
+            "validates by the clock could not be repeated."
+        )
+    interval = val_check_interval
+    interval = interval if isinstance(interval, int) else max(int(limited * interval), 1)
+    if interval % accumulate:
+        raise UserError(
+            f"trainer.val_check_interval={val_check_interval} validates after {interval} batches, "
+            f"inside an optimizer step of trainer.accumulate_grad_batches={accumulate}."
         )
     epochs = math.inf if max_epochs is None or max_epochs < 0 else max_epochs
     steps = limited // accumulate * epochs

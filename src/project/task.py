@@ -1,9 +1,11 @@
 """What is learned: the LightningModule with loss, exact epoch metrics and optimizer."""
 
+import random
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import lightning
+import numpy as np
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.trainer.states import TrainerFn
@@ -95,9 +97,10 @@ class Classifier(lightning.LightningModule):
 
     def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
         """Makes dropout and its like a function of (seed, step, rank)."""
-        torch.manual_seed(
-            seed_from("step", self.seed, self.current_epoch, batch_idx, self.global_rank)
-        )
+        seed = seed_from("step", self.seed, self.current_epoch, batch_idx, self.global_rank)
+        torch.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """The mean loss of this rank's batch."""
@@ -131,7 +134,10 @@ class Classifier(lightning.LightningModule):
     def validation_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Scores a batch, which may hold no images; returns its logits."""
         images, labels, _ = batch
-        logits = self.net(images)
+        if len(images):
+            logits = self.net(images)
+        else:  # all ranks take part in a forward, and not every network takes no images
+            logits = self.net(images.new_zeros(1, *images.shape[1:]))[:0]
         self._eval_sums.add(F.cross_entropy(logits, labels, reduction="none"), logits, labels)
         self._confusion.add(logits, labels)
         return logits
