@@ -14,9 +14,11 @@ import itertools
 import json
 import os
 import pkgutil
+import random
 import sys
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -63,7 +65,9 @@ def parse_args(words: list[str] | None = None) -> argparse.Namespace:
     add("--label-smoothing", type=float, default=0.0)
     add("--padding", type=int, default=0, help="pixels around an image before its crop")
     add("--cutout", type=int, default=0, help="side of the blanked square")
-    add("--reseed", action="store_true", help="dropout from (seed, epoch, batch, rank)")
+    add(
+        "--reseed", action="store_true", help="dropout and its like from (seed, epoch, batch, rank)"
+    )
     add("--validate", action="store_true", help="after each epoch")
     add("--seed", type=int, default=0)
     add("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
@@ -239,7 +243,10 @@ def main(args: argparse.Namespace) -> None:
             if step == num_steps:
                 break
             if args.reseed:
-                torch.manual_seed(seed_of_step(args.seed, epoch, i, rank))
+                seed = seed_of_step(args.seed, epoch, i, rank)
+                torch.manual_seed(seed)
+                random.seed(seed)
+                np.random.seed(seed % 2**32)
             is_last = (i + 1) % args.accumulate == 0
             batch = batch.to(device, dtype, non_blocking=True)
             labels = labels.to(device, non_blocking=True)

@@ -1,6 +1,7 @@
 """The number of devices is a matter of speed: steps, losses and scores are the same."""
 
 import functools
+import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -163,9 +164,8 @@ def test_sync_batchnorm_sees_all_shares(tmp_path):
 
 @on_more_ranks
 def test_the_optimizer_gets_the_mean_of_the_ranks_own_gradients(more, ranks):
-    for each, got in [
-        pair for step in torch.load(more / "gradients/trace/gradients.pt") for pair in step
-    ]:
+    steps = torch.load(more / "gradients/trace/gradients.pt")
+    for each, got in itertools.chain.from_iterable(steps):
         assert len(each) == ranks
         assert each.unique(dim=0).shape[0] == ranks  # they are not the same
         if ranks == 2:  # one sum

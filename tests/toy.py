@@ -1,7 +1,9 @@
 """Small networks, each with a trait of its own."""
 
+import random
 from pathlib import Path
 
+import numpy as np
 from torch import Tensor, nn
 from torchvision.datasets import ImageFolder
 
@@ -22,7 +24,7 @@ class Plain(nn.Module):
 
 
 class Rich(nn.Module):
-    """With what a network may remember: batch statistics and dropout."""
+    """With what a network may remember: batch statistics, and draws of three generators."""
 
     def __init__(self, num_classes: int, width: int) -> None:
         super().__init__()
@@ -33,6 +35,8 @@ class Rich(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         hidden = self.norm(self.conv(images)).relu()
+        if self.training:
+            hidden = hidden * (0.5 + random.random() * np.random.rand())
         return self.head(self.dropout(hidden.flatten(1)))
 
 
