@@ -158,6 +158,24 @@ MUTANTS = {
         "self._train_sums.add((loss / self.trainer.accumulate_grad_batches).expand",
         HISTORY.format("accumulation of 3"),
     ),
+    "a step's line shows the loss of rank 0": Mutant(
+        "losses.py",
+        "            dist.all_reduce(losses)\n            losses /= dist.get_world_size()\n",
+        "            pass\n",
+        LOGGED.format("accumulation of 3"),
+    ),
+    "always the same guess": Mutant(
+        "losses.py",
+        "cells = labels * self.num_classes + logits.detach().argmax(1)",
+        "cells = labels * self.num_classes",
+        SCORES.format("101 by 10 in 32-true"),
+    ),
+    "other images scored": Mutant(
+        "task.py",
+        "            logits = self.net(images)\n        else:",
+        "            logits = self.net(images.flip(0))\n        else:",
+        SCORES.format("101 by 10 in 32-true"),
+    ),
     "padded evaluation": Mutant(
         "data.py",
         "= indices.split(batch_size)[rank::world_size]",
@@ -182,38 +200,52 @@ MUTANTS = {
 def kill(mutant: Mutant) -> str:
     """Returns "killed", or what happened instead."""
     with tempfile.TemporaryDirectory() as place:
-        copy = Path(place, "copy")
-        for name in "src", "tests", "conf":
-            shutil.copytree(REPOSITORY / name, copy / name)
-        for name in "train.py", "pyproject.toml":
-            shutil.copy(REPOSITORY / name, copy)
-        if (REPOSITORY / "data").exists():
-            (copy / "data").symlink_to(REPOSITORY / "data")
+        copy = copied(Path(place, "copy"))
         path = copy / "src/project" / mutant.file
         code = path.read_text()
         if code.count(mutant.old) != 1:
             return f"is out of date: {mutant.file} has not its code once"
         path.write_text(code.replace(mutant.old, mutant.new))
-        command = [sys.executable, "-m", "pytest", "-q", "-rfE", "-m", "slow or not slow"]
-        done = subprocess.run(
-            [*command, f"tests/{mutant.test}"],
-            cwd=copy,
-            env={**os.environ, "PYTHONPATH": str(copy / "src")},
-            capture_output=True,
-            text=True,
-        )
+        done = tested(copy, [mutant.test])
     if done.returncode == 0:
         return "SURVIVED"
     is_killed = f"FAILED tests/{mutant.test}" in done.stdout and "ERROR" not in done.stdout
     return "killed" if is_killed else f"did not come to the test: {done.stdout[-2000:]}"
 
 
+def copied(copy: Path) -> Path:
+    for name in "src", "tests", "conf":
+        shutil.copytree(REPOSITORY / name, copy / name)
+    for name in "train.py", "pyproject.toml":
+        shutil.copy(REPOSITORY / name, copy)
+    if (REPOSITORY / "data").exists():
+        (copy / "data").symlink_to(REPOSITORY / "data")
+    return copy
+
+
+def tested(copy: Path, tests: list[str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-rfE", "-m", "slow or not slow"]
+        + [f"tests/{test}" for test in tests],
+        cwd=copy,
+        env={**os.environ, "PYTHONPATH": str(copy / "src")},
+        capture_output=True,
+        text=True,
+    )
+
+
 def main(word: str = "") -> int:
+    mutants = {name: mutant for name, mutant in MUTANTS.items() if word in name}
+    with tempfile.TemporaryDirectory() as place:  # first the code as it is
+        tests = sorted({mutant.test for mutant in mutants.values()})
+        done = tested(copied(Path(place, "copy")), tests)
+    if done.returncode:
+        print(f"the tests fail without a mutant: {done.stdout[-2000:]}")
+        return 1
     fates = {}
-    for name, mutant in MUTANTS.items():
-        if word in name:
-            fates[name] = kill(mutant)
-            print(f"| {name} | `{mutant.test}` | {fates[name]} |", flush=True)
+    for name, mutant in mutants.items():
+        fates[name] = kill(mutant)
+        print(f"| {name} | `{mutant.test}` | {fates[name]} |", flush=True)
     return int(set(fates.values()) != {"killed"})
 
 

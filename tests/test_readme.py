@@ -47,7 +47,9 @@ ELSEWHERE = {
     "torchrun --max-restarts": "a name, no command",
     "torchrun --max-restarts=3": "test_an_outside_torchrun_restarts_in_the_same_folder",
     "python train.py --help": "test_help_under_torchrun_ends_on_all_ranks",
-    "torchrun --nproc-per-node=4 train.py trainer.devices=4": "test_torchrun_trains_in_one_folder",
+    "torchrun --nproc-per-node=4 train.py trainer.devices=4": (
+        "test_torchrun_trains_in_one_run_folder"
+    ),
 }
 
 BY_HAND = [c for c in COMMANDS if "reference_ddp.py" in c or "outputs/ours" in c]
@@ -58,6 +60,9 @@ def test_no_command_is_forgotten():
     starts = ("python ", "torchrun ", "pip ", "pytest", "bash ", "uv ", "pre-commit ")
     others = [c for c in COMMANDS if c.startswith(starts) and c not in TRAININGS]
     assert set(others) <= ELSEWHERE.keys()
+    tests = "".join(path.read_text() for path in (REPOSITORY / "tests").glob("test_*.py"))
+    named = [where for where in ELSEWHERE.values() if re.fullmatch(r"test_\w+", where)]
+    assert all(f"def {test}(" in tests for test in named)
     assert len(TRAININGS) > 15
 
 

@@ -64,22 +64,29 @@ def num_steps(
             f"trainer.limit_train_batches={limit} leaves {limited} batches an epoch, not whole "
             f"optimizer steps of trainer.accumulate_grad_batches={accumulate}."
         )
-    if val_check_interval is None:
-        raise UserError(
-            "trainer.val_check_interval: give batches, or a fraction of an epoch. A run that "
-            "validates by the clock could not be repeated."
-        )
-    interval = val_check_interval
-    interval = interval if isinstance(interval, int) else max(int(limited * interval), 1)
-    if interval % accumulate:
-        raise UserError(
-            f"trainer.val_check_interval={val_check_interval} validates after {interval} batches, "
-            f"inside an optimizer step of trainer.accumulate_grad_batches={accumulate}."
-        )
     epochs = math.inf if max_epochs is None or max_epochs < 0 else max_epochs
     steps = limited // accumulate * epochs
     steps = min(steps, max_steps) if max_steps >= 0 else steps
     if steps in (0, math.inf):
         wrong = "no end" if steps else "no step"
         raise UserError(f"Set trainer.max_epochs or trainer.max_steps: training has {wrong}.")
+    _check_validation(val_check_interval, limited, accumulate)
     return int(steps)
+
+
+def _check_validation(interval: float | int | None, num_batches: int, accumulate: int) -> None:
+    if interval is None:
+        raise UserError(
+            "trainer.val_check_interval: give batches, or a fraction of an epoch. A run that "
+            "validates by the clock could not be repeated."
+        )
+    if isinstance(interval, bool) or interval <= 0:
+        raise UserError(f"trainer.val_check_interval={interval} must be above 0.")
+    batches = interval if isinstance(interval, int) else max(int(num_batches * interval), 1)
+    if batches % accumulate:  # on resume half a step would be lost
+        below = batches // accumulate * accumulate
+        sizes = " or ".join(str(size) for size in (below, below + accumulate) if size > 0)
+        raise UserError(
+            f"trainer.val_check_interval={interval} validates after {batches} batches, inside an "
+            f"optimizer step of trainer.accumulate_grad_batches={accumulate}. Use {sizes}."
+        )
