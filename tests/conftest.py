@@ -21,6 +21,8 @@ from train import train
 from project.launch import run
 from project.sources import shapes
 
+torch.set_num_threads(1)  # as in the processes that tests start, see environment()
+
 REPOSITORY = Path(__file__).parents[1]
 TRAIN = str(REPOSITORY / "train.py")
 REAL_IMAGES = REPOSITORY / "data" / "cifar10-jpeg"
@@ -176,6 +178,11 @@ def draw(root: Path, split: str, count: int) -> None:
         path = root / split / classes[label] / f"{number:05}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(image).save(path)
+
+
+def unless(quick: bool) -> list[Any]:
+    """Marks of a case."""
+    return [] if quick else [pytest.mark.slow]
 
 
 def chosen(items: list[Any], name: str, **others: Any) -> list[Any]:

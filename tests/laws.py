@@ -73,6 +73,10 @@ def training(folder: Path, *overrides: str) -> None:
         write_json(folder / "results.json", results)
 
 
+def asked_to_stop(step: int) -> list[str]:
+    return ["+callbacks.asks._target_=faults.Asks", f"+callbacks.asks.step={step}"]
+
+
 def interrupted(cfg: Any, folder: Path) -> dict[str, Any]:
     """Runs each of `cfg.cases` undisturbed, and stopped at each of its steps and taken up again.
 
@@ -84,8 +88,7 @@ def interrupted(cfg: Any, folder: Path) -> dict[str, Any]:
         words = [*(case.base or cfg.words), *case.words, f"trainer.devices={cfg.trainer.devices}"]
         training(folder / name / "whole", *words)
         for step in case.steps:
-            stop = ["+callbacks.asks._target_=faults.Asks", f"+callbacks.asks.step={step}"]
-            training(folder / name / str(step), *words, *stop)
+            training(folder / name / str(step), *words, *asked_to_stop(step))
             assert not (folder / name / str(step) / "results.json").exists(), (name, step)
             training(folder / name / str(step), *words)
             if not dist.is_initialized() or dist.get_rank() == 0:
@@ -99,8 +102,7 @@ def regimes(cfg: Any, folder: Path) -> dict[str, Any]:
     """Runs each of `cfg.cases`, stopped after some steps and taken up again where one says so."""
     for name, case in cfg.cases.items():
         for step in case.stops:
-            stop = ["+callbacks.asks._target_=faults.Asks", f"+callbacks.asks.step={step}"]
-            training(folder / name, *case.words, *stop)
+            training(folder / name, *case.words, *asked_to_stop(step))
         training(folder / name, *case.words)
     return {}
 

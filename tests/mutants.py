@@ -36,7 +36,6 @@ WEIGHTS = "test_parity.py::test_weights_and_buffers_are_equal[{}-2 ranks]"
 STEPS = "test_parity.py::test_each_rank_does_the_same_at_every_step[{}-2 ranks]"
 ROWS = "test_parity.py::test_each_rank_sees_the_images_of_distributed_sampler[{}-2 ranks]"
 SCORES = "test_devices.py::test_scores_are_those_of_a_plain_loop[{}-2]"
-
 HISTORY = "test_parity.py::test_the_history_has_the_mean_of_the_raw_losses[{}-2 ranks]"
 LOGGED = (
     "test_parity.py::test_the_logged_loss_of_a_step_is_that_of_all_ranks_and_batches[{}-2 ranks]"
@@ -172,8 +171,8 @@ MUTANTS = {
     ),
     "other images scored": Mutant(
         "task.py",
-        "            logits = self.net(images)\n        else:",
-        "            logits = self.net(images.flip(0))\n        else:",
+        "self.net(shown)",
+        "self.net(shown.flip(0))",
         SCORES.format("101 by 10 in 32-true"),
     ),
     "padded evaluation": Mutant(

@@ -125,7 +125,7 @@ def words_of(
         data=imagefolder data.root=IMAGES data.batch_size={BATCH} logger=none test=false
         trainer.max_epochs={EPOCHS} trainer.max_steps={STEPS}
         +callbacks.trace._target_=step_trace.StepTrace {regime.ours}"""
-    half = "bf16-mixed" if device == "cpu" else "16-mixed"  # Lightning refuses fp16 on CPUs
+    half = "bf16-mixed" if device == "cpu" else "16-mixed"  # see step_trace.HalfOnCPU
     return _filled(raw, places), _filled(ours, {**places, "HALF": half})
 
 

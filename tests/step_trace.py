@@ -58,6 +58,12 @@ def read_trace(folder: Path, rank: int) -> dict[str, list]:
     return {name: [value for part in parts for value in part[name]] for name in parts[0]}
 
 
+def step_losses(ranks: list[dict[str, list]]) -> list[float]:
+    """Of each step the mean over ranks; a batch's loss is its part of the step's."""
+    losses = torch.tensor([rank["losses"] for rank in ranks], dtype=torch.float64)
+    return losses.mean(0).view(len(ranks[0]["rates"]), -1).sum(1).tolist()
+
+
 class Apart(Callback):
     """Gives each rank other weights before training begins."""
 

@@ -16,14 +16,15 @@ from torch import Tensor
 from torchvision.datasets import ImageFolder
 
 import laws
-from conftest import TINY, chosen
+from conftest import TINY, chosen, unless
 from project.model import CNN
-from step_trace import read_trace
+from step_trace import read_trace, step_losses
 from toy import spaced
 
 DOUBLE = ["trainer.precision=64-true"]
 AUGMENT = ["data.augment.flip=true", "data.augment.cutout=8"]
 OF_CNN = ["model._target_=project.model.CNN", "~model.width", "+model.widths=[8,16]"]
+TRACE = [f"+callbacks.{name}._target_=step_trace.{name}" for name in ("StepTrace", "Inputs")]
 TRAININGS = {  # of 12 steps if nothing else is said, 7 of them an epoch
     "float64": [*DOUBLE, *AUGMENT],
     "accumulation": [*DOUBLE, *AUGMENT, "trainer.accumulate_grad_batches=4"],
@@ -43,10 +44,6 @@ QUICK = [(1, 10, "64-true"), (7, 1, "64-true"), (101, 10, "32-true")]
 
 def name_of(scoring: tuple[int, int, str]) -> str:
     return "{} by {} in {}".format(*scoring)
-
-
-def unless(quick: bool) -> list[Any]:
-    return [] if quick else [pytest.mark.slow]
 
 
 def on_more_ranks(test: Any) -> Any:
@@ -75,10 +72,9 @@ def launch(many_images: Path, weights: Path, tmp_path_factory: Any) -> Callable[
     score = f"""experiment=quickstart model.widths=[8,16] fit=false weights={weights}
         data=imagefolder data.root={many_images} data.val_fraction=0 label_smoothing=0.1
         data.source._target_=toy.some_of_folder +callbacks.matrix._target_=step_trace.Matrix"""
-    trace = [f"+callbacks.{name}._target_=step_trace.{name}" for name in ("StepTrace", "Inputs")]
 
     def launch(num_ranks: int, scorings: list[Any]) -> Path:
-        own = [*TINY, "data.batch_size=48", "test=false", *trace]
+        own = [*TINY, "data.batch_size=48", "test=false", *TRACE]
         cases = {name: [*own, *words] for name, words in TRAININGS.items()}
         for count, batch_size, precision in filter(None, scorings):
             what = f"+data.source.num_test={count} data.eval_batch_size={batch_size}"
@@ -119,12 +115,10 @@ def steps(folder: Path, accumulate: int = 1) -> list[tuple[Tensor, Tensor]]:
     return [(rows[order], images[order]) for rows, images in whole for order in [rows.argsort()]]
 
 
-def losses(folder: Path, accumulate: int = 1) -> list[float]:
+def losses(folder: Path) -> list[float]:
     """The loss of each step over all ranks and accumulated batches."""
     count = len([*folder.glob("trace/inputs-*.pt")])
-    parts = [read_trace(folder, rank)["losses"] for rank in range(count)]
-    ranks = torch.tensor(parts, dtype=torch.float64)
-    return ranks.mean(0).view(-1, accumulate).sum(1).tolist()
+    return step_losses([read_trace(folder, rank) for rank in range(count)])
 
 
 @on_more_ranks
@@ -140,7 +134,7 @@ def test_a_step_has_the_same_images_augmented_alike(one, more):
 @on_more_ranks
 def test_losses_are_the_same_but_for_rounding(one, more):
     assert losses(more / "float64") == pytest.approx(losses(one / "float64"), rel=1e-9)
-    assert losses(more / "accumulation", 4) == pytest.approx(losses(one / "float64"), rel=1e-9)
+    assert losses(more / "accumulation") == pytest.approx(losses(one / "float64"), rel=1e-9)
     assert losses(more / "float32") == pytest.approx(losses(one / "float32"), rel=1e-5)
     assert len(losses(more / "float32")) == 20
 
@@ -162,8 +156,15 @@ def test_but_batch_norm_sees_a_ranks_share(one, more):
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_sync_batchnorm_sees_all_shares(tmp_path):
-    words = [*TINY, *OF_CNN, *DOUBLE, "trainer=gpu", "+trainer.sync_batchnorm=true", "test=false"]
-    words += [f"+callbacks.{name}._target_=step_trace.{name}" for name in ("StepTrace", "Inputs")]
+    words = [
+        *TINY,
+        *OF_CNN,
+        *DOUBLE,
+        "trainer=gpu",
+        "+trainer.sync_batchnorm=true",
+        "test=false",
+        *TRACE,
+    ]
     for n in 1, 2:
         cases = {"run": {"words": [*words, f"trainer.devices={n}"], "stops": []}}
         laws.launch(tmp_path / str(n), laws.regimes, n, "cuda", cases=cases)

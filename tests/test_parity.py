@@ -13,22 +13,18 @@ from torch.utils.data import DistributedSampler
 from torchvision.datasets import ImageFolder
 
 import laws
-from conftest import REPOSITORY, chosen
+from conftest import REPOSITORY, chosen, unless
 from project.augment import Augment
 from project.data import stratified_split
 from reference_ddp import digest
 from regimes import BATCH, EPOCHS, REGIMES, STEPS, words_of
-from step_trace import read_trace
+from step_trace import read_trace, step_losses
 
 WORLDS = {"1 rank": ("cpu", 1), "2 ranks": ("cpu", 2), "4 ranks": ("cpu", 4)}
 WORLDS |= {f"{n} GPU": ("cuda", n) for n in (1, 2, 4) if n <= torch.cuda.device_count()}
 VALIDATES = "validation, sanity check, all logging"
 QUICK = ["Adam", "accumulation of 3", "dropout", "full augmentation", "the default recipe, narrow"]
 QUICK += [VALIDATES, "all, interrupted inside an epoch"]
-
-
-def unless(quick: bool) -> list[Any]:
-    return [] if quick else [pytest.mark.slow]
 
 
 def in_every_world(test: Any) -> Any:
@@ -53,9 +49,8 @@ class Pair(NamedTuple):
 
     @property
     def losses(self) -> list[float]:
-        """Of each step by the raw program, the mean over ranks; its batches are parts of it."""
-        losses = torch.tensor([rank["losses"] for rank in self.raw], dtype=torch.float64)
-        return losses.mean(0).view(len(self.raw[0]["rates"]), -1).sum(1).tolist()
+        """Of each step by the raw program."""
+        return step_losses(self.raw)
 
     @property
     def history(self) -> list[dict[str, str]]:
@@ -84,11 +79,10 @@ def launched(request: Any, world: str, some_images: Path, given: Path, start: An
     raw, cases = {}, {}
     names = chosen(request.session.items, "regime", world=world)
     for name in sorted({*names, *QUICK} - {None} if None in names else names):
-        places = {"RAW": raw_place(folder, name), "OURS": our_place(folder, name)}
-        places |= {"IMAGES": some_images, "GIVEN": given}
+        places = {"RAW": raw_place(folder, name), "IMAGES": some_images, "GIVEN": given}
         words = words_of(REGIMES[name], *WORLDS[world], **places)
         raw[places["RAW"]] = words[0]  # once where regimes share it
-        cases[places["OURS"].name] = {"words": words[1], "stops": REGIMES[name].stops}
+        cases[our_place(folder, name).name] = {"words": words[1], "stops": REGIMES[name].stops}
     (folder / "words.json").write_text(json.dumps([*raw.values()]))
     device, num_ranks = WORLDS[world]
     script = str(REPOSITORY / "tests/regimes.py")

@@ -31,7 +31,7 @@ def num_local_ranks(trainer: DictConfig) -> int:
     """Ranks on this node: one a GPU, or on CPUs as many as `trainer.devices` says.
 
     Raises:
-        UserError: the devices do not exist.
+        UserError: the devices do not exist, or cannot do what else the config asks for.
     """
     accelerator, devices = trainer.accelerator, trainer.devices
     num_gpus = torch.cuda.device_count()

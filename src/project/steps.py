@@ -14,12 +14,16 @@ def local_batch_size(batch_size: int, world_size: int, accumulate: int) -> int:
     parts = world_size * accumulate
     if batch_size > 0 and batch_size % parts == 0:
         return batch_size // parts
-    below = batch_size // parts * parts
-    sizes = " or ".join(str(size) for size in (below, below + parts) if size > 0)
     raise UserError(
         f"data.batch_size={batch_size} is the global batch and does not divide by "
-        f"{world_size} ranks × {accumulate} accumulated batches. Nearest that do: {sizes}."
+        f"{world_size} ranks × {accumulate} accumulated batches. Nearest that do: "
+        f"{_nearest(batch_size, parts)}."
     )
+
+
+def _nearest(size: int, parts: int) -> str:
+    below = size // parts * parts
+    return " or ".join(str(multiple) for multiple in (below, below + parts) if multiple > 0)
 
 
 def steps_per_epoch(num_images: int, batch_size: int) -> int:
@@ -84,9 +88,8 @@ def _check_validation(interval: float | int | None, num_batches: int, accumulate
         raise UserError(f"trainer.val_check_interval={interval} must be above 0.")
     batches = interval if isinstance(interval, int) else max(int(num_batches * interval), 1)
     if batches % accumulate:  # on resume half a step would be lost
-        below = batches // accumulate * accumulate
-        sizes = " or ".join(str(size) for size in (below, below + accumulate) if size > 0)
         raise UserError(
             f"trainer.val_check_interval={interval} validates after {batches} batches, inside an "
-            f"optimizer step of trainer.accumulate_grad_batches={accumulate}. Use {sizes}."
+            f"optimizer step of trainer.accumulate_grad_batches={accumulate}. "
+            f"Use {_nearest(batches, accumulate)}."
         )

@@ -134,10 +134,9 @@ class Classifier(lightning.LightningModule):
     def validation_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Scores a batch, which may hold no images; returns its logits."""
         images, labels, _ = batch
-        if len(images):
-            logits = self.net(images)
-        else:  # all ranks take part in a forward, and not every network takes no images
-            logits = self.net(images.new_zeros(1, *images.shape[1:]))[:0]
+        # All ranks take part in a forward, and not every network takes no images.
+        shown = images if len(images) else images.new_zeros(1, *images.shape[1:])
+        logits = self.net(shown)[: len(images)]
         self._eval_sums.add(F.cross_entropy(logits, labels, reduction="none"), logits, labels)
         self._confusion.add(logits, labels)
         return logits
