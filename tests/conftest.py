@@ -21,7 +21,9 @@ from train import train
 from project.launch import run
 from project.sources import shapes
 
-torch.set_num_threads(1)  # as in the processes that tests start, see environment()
+# One thread a rank, whatever the caller says, so that sums are made in one order: here, and in all that tests start.
+os.environ["OMP_NUM_THREADS"] = "1"
+torch.set_num_threads(1)
 
 REPOSITORY = Path(__file__).parents[1]
 TRAIN = str(REPOSITORY / "train.py")
@@ -43,10 +45,10 @@ Run = subprocess.CompletedProcess[str]
 
 
 def environment(**variables: str) -> dict[str, str]:
-    """One thread a rank, so that sums are made in one order; the tests' own modules to import."""
+    """With the tests' own modules to import."""
     own = [str(REPOSITORY / "src"), str(REPOSITORY / "tests"), os.environ.get("PYTHONPATH", "")]
     path = os.pathsep.join(filter(None, own))
-    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **variables}
+    return {**os.environ, "PYTHONPATH": path, **variables}
 
 
 @pytest.fixture(scope="session")
