@@ -21,7 +21,8 @@ from train import train
 from project.launch import run
 from project.sources import shapes
 
-# One thread a rank, whatever the caller says, so that sums are made in one order: here, and in all that tests start.
+# One thread a rank, whatever the caller exports, so that sums are made in one order:
+# in this process and in all that tests start.
 os.environ["OMP_NUM_THREADS"] = "1"
 torch.set_num_threads(1)
 
