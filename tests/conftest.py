@@ -1,6 +1,8 @@
 """Fixtures: real processes, real images, small datasets."""
 
+import csv
 import hashlib
+import json
 import os
 import pickle
 import subprocess
@@ -12,12 +14,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 from PIL import Image
 from torchvision.datasets import CIFAR10, ImageFolder
 from train import train
 
+from laws import composed
 from project.launch import run
 from project.sources import shapes
 
@@ -50,6 +52,15 @@ def environment(**variables: str) -> dict[str, str]:
     own = [str(REPOSITORY / "src"), str(REPOSITORY / "tests"), os.environ.get("PYTHONPATH", "")]
     path = os.pathsep.join(filter(None, own))
     return {**os.environ, "PYTHONPATH": path, **variables}
+
+
+def outcome(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "results.json").read_text())
+
+
+def history(folder: Path) -> list[dict[str, str]]:
+    with (folder / "metrics.csv").open() as file:
+        return list(csv.DictReader(file))
 
 
 @pytest.fixture(scope="session")
@@ -99,8 +110,7 @@ def run_here(working_folder: Path) -> Callable[..., Path]:
 
     def run_here(folder: Path, *overrides: str) -> Path:
         (folder / ".hydra").mkdir(parents=True)
-        with initialize_config_dir(str(REPOSITORY / "conf"), version_base="1.3"):
-            cfg = compose("train", [*overrides, "trainer.devices=1", "launch.inplace=true"])
+        cfg = composed(*overrides, "trainer.devices=1", "launch.inplace=true")
         OmegaConf.save(cfg, folder / ".hydra/config.yaml")
         OmegaConf.save(list(overrides), folder / ".hydra/overrides.yaml")
         with pytest.MonkeyPatch.context() as patch:

@@ -2,7 +2,6 @@
 
 import functools
 import itertools
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from torch import Tensor
 from torchvision.datasets import ImageFolder
 
 import laws
-from conftest import TINY, chosen, unless
+from conftest import TINY, chosen, outcome, unless
 from project.model import CNN
 from step_trace import read_trace, step_losses
 from toy import spaced
@@ -219,7 +218,7 @@ def test_scores_are_those_of_a_plain_loop(one, more, ranks, scoring, many_images
     assert (matrix.sum(0) > 0).sum() > (1 if scoring[0] > 2 else 0)  # it takes them for several
     for folder, world_size in (one, 1), (more, ranks):
         run = folder / name_of(scoring)
-        results = json.loads((run / "results.json").read_text())
+        results = outcome(run)
         assert results["test/count"] == scoring[0]
         assert results["test/acc"] == matrix.diag().sum().item() / scoring[0]
         assert results["test/loss"] == pytest.approx(loss, rel=1e-9)
@@ -230,5 +229,5 @@ def test_scores_are_those_of_a_plain_loop(one, more, ranks, scoring, many_images
 @on_more_ranks
 def test_a_batch_left_out_shows_in_the_count(one, more, ranks):
     for folder, world_size in (one, 1), (more, ranks):
-        results = json.loads((folder / "cut/results.json").read_text())
+        results = outcome(folder / "cut")
         assert results["test/count"] == 2 * 10 * world_size != 101

@@ -1,10 +1,11 @@
 """A newcomer's five minutes: a network of one's own, data of one's own, and a training."""
 
-import json
 import shlex
 
 import pytest
 from omegaconf import OmegaConf
+
+from conftest import outcome
 
 # What a person writes. First the module:
 MODULE = """
@@ -59,7 +60,7 @@ def test_a_network_and_data_of_ones_own_train_on_two_ranks(command, mine, workin
     path = {"PYTHONPATH": str(mine)}
     done = command("python", "train.py", *words, **path)
     assert done.returncode == 0, done.stderr
-    results = json.loads((mine / "run/results.json").read_text())
+    results = outcome(mine / "run")
     assert results["test/acc"] == 1
     assert results["test/count"] == 200
     _, line = done.stdout.splitlines()[-1].split("evaluate with: python train.py ")

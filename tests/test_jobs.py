@@ -1,7 +1,5 @@
 """Everyday use, each job in this process on one rank."""
 
-import csv
-import json
 from pathlib import Path
 
 import pytest
@@ -9,24 +7,15 @@ import torch
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from conftest import TINY
+from conftest import TINY, history, outcome
 from project import checkpoint, plots
 from project.errors import UserError
 
 SHORT = [*TINY, "trainer.max_steps=4", "test=false"]
 
 
-def outcome(folder: Path) -> dict:
-    return json.loads((folder / "results.json").read_text())
-
-
 def weights(folder: Path) -> dict[str, torch.Tensor]:
     return torch.load(folder / "checkpoints/model.pt", weights_only=True)
-
-
-def history(folder: Path) -> list[dict[str, str]]:
-    with (folder / "metrics.csv").open() as file:
-        return list(csv.DictReader(file))
 
 
 # Optimisation

@@ -1,7 +1,6 @@
 """Ranks start right and end together, whoever launches them."""
 
 import csv
-import json
 import logging
 import multiprocessing
 import os
@@ -16,7 +15,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from conftest import TINY
+from conftest import TINY, outcome
 from project import devices as devices_module
 from project import sources
 from project.agent import contained
@@ -93,10 +92,6 @@ def test_runs_that_start_in_the_same_second_never_share_a_folder(tmp_path):
 
 
 # Launching
-
-
-def outcome(folder: Path) -> dict:
-    return json.loads((folder / "results.json").read_text())
 
 
 def live_ranks(folder: Path) -> list[int]:

@@ -1,7 +1,6 @@
 """What a user can get wrong ends in a line or three that name the key and what to do."""
 
 import inspect
-import json
 import os
 import subprocess
 import sys
@@ -12,7 +11,7 @@ import torch
 from torchvision.datasets import CIFAR10
 from train import main
 
-from conftest import REPOSITORY, TINY, TRAIN, environment
+from conftest import REPOSITORY, TINY, TRAIN, environment, outcome
 from project import sources
 from project.cli import explained
 from project.errors import UserError
@@ -106,7 +105,7 @@ def test_a_bad_value_is_refused_with_its_key(job, tmp_path, override, message):
         job(*TINY, "test=false", override)
     assert message in str(caught.value)
     assert str(caught.value).count("\n") <= 2
-    results = json.loads((tmp_path / "run/results.json").read_text())
+    results = outcome(tmp_path / "run")
     assert results["status"] == "failed"
 
 
@@ -194,7 +193,7 @@ def test_closed_streams_do_no_harm(tmp_path, working_folder):
     words = " ".join([*TINY, "test=false", f"hydra.run.dir={tmp_path}/run"])
     line = f"{sys.executable} {TRAIN} {words} 0<&- 1>&- 2>&-"
     subprocess.run(["bash", "-c", line], cwd=working_folder, env=environment(), check=True)
-    assert json.loads((tmp_path / "run/results.json").read_text())["status"] == "complete"
+    assert outcome(tmp_path / "run")["status"] == "complete"
 
 
 @pytest.mark.parametrize("where", ["stat", "scandir"])

@@ -13,7 +13,7 @@ from torch.utils.data import DistributedSampler
 from torchvision.datasets import ImageFolder
 
 import laws
-from conftest import REPOSITORY, chosen, unless
+from conftest import REPOSITORY, chosen, history, unless
 from project.augment import Augment
 from project.data import stratified_split
 from reference_ddp import digest
@@ -51,11 +51,6 @@ class Pair(NamedTuple):
     def losses(self) -> list[float]:
         """Of each step by the raw program."""
         return step_losses(self.raw)
-
-    @property
-    def history(self) -> list[dict[str, str]]:
-        with (self.folder / "metrics.csv").open() as file:
-            return list(csv.DictReader(file))
 
 
 @pytest.fixture(scope="module")
@@ -179,7 +174,7 @@ def test_each_rank_sees_the_images_of_distributed_sampler(pair, given, regime):
 @in_every_regime
 def test_the_history_has_the_mean_of_the_raw_losses(pair):
     start, losses = 0, pair.losses
-    for row in pair.history:
+    for row in history(pair.folder):
         own = losses[start : int(row["step"])]
         assert float(row["train/loss"]) == pytest.approx(sum(own) / len(own), rel=1e-6)
         start = int(row["step"])
@@ -197,7 +192,7 @@ def test_the_logged_loss_of_a_step_is_that_of_all_ranks_and_batches(pair):
 @in_every_world
 @pytest.mark.parametrize("regime", [VALIDATES])
 def test_validation_scores_what_the_raw_loop_scores(pair):
-    for row, (loss, accuracy) in zip(pair.history, pair.raw[0]["val"], strict=True):
+    for row, (loss, accuracy) in zip(history(pair.folder), pair.raw[0]["val"], strict=True):
         assert float(row["val/acc"]) == accuracy
         assert float(row["val/loss"]) == pytest.approx(loss, rel=1e-6)  # other batches: rounding
     assert all(share > 0 for rank in pair.ours for share in rank["val"])

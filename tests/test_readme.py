@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
 from train import train
 
 from conftest import REPOSITORY
+from laws import composed
 from project.errors import UserError
 from project.launch import run
 from project.resume import take_up
@@ -119,8 +119,7 @@ def test_the_command_runs(job, request, command, tmp_path):
 
 
 def test_the_plain_default_is_the_cifar10_recipe():
-    with initialize_config_dir(str(REPOSITORY / "conf"), version_base="1.3"):
-        assert compose("train") == compose("train", ["experiment=cifar10"])
+    assert composed() == composed("experiment=cifar10")
 
 
 def test_every_choice_of_help_and_readme_exists():

@@ -1,8 +1,6 @@
 """Going on is as good as never having stopped."""
 
 import contextlib
-import csv
-import json
 import multiprocessing
 import os
 import resource
@@ -17,8 +15,8 @@ from hydra.errors import ConfigCompositionException
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from train import train
 
-from conftest import REPOSITORY, TINY
-from laws import differences, interrupted, launch
+from conftest import REPOSITORY, TINY, history, outcome
+from laws import asked_to_stop, differences, interrupted, launch
 from project import signals
 from project.checkpoint import begun
 from project.errors import Preempted, RankFailed, UserError
@@ -130,7 +128,9 @@ def test_ranks_killed_and_started_afresh_end_in_the_same_bits(command, two_ranks
 def stopped(command, tmp_path_factory):
     """A run on two ranks of which one was asked to stop: its folder, and what was printed."""
     folder = tmp_path_factory.mktemp("stopped") / "run"
-    return folder, command("python", "train.py", *TINY, *stop_at(5), f"hydra.run.dir={folder}")
+    return folder, command(
+        "python", "train.py", *TINY, *asked_to_stop(5), f"hydra.run.dir={folder}"
+    )
 
 
 def test_one_rank_that_is_asked_to_stop_stops_and_saves_all(stopped):
@@ -188,19 +188,6 @@ def test_an_outside_torchrun_does_not_repeat_a_failure_for_ever(command, tmp_pat
     assert struck == (1 if how == "mistake" else 2), done.stderr
 
 
-def outcome(folder: Path) -> dict[str, Any]:
-    return json.loads((folder / "results.json").read_text())
-
-
-def history(folder: Path) -> list[dict[str, str]]:
-    with (folder / "metrics.csv").open() as file:
-        return list(csv.DictReader(file))
-
-
-def stop_at(step: int) -> list[str]:
-    return ["+callbacks.asks._target_=faults.Asks", f"+callbacks.asks.step={step}"]
-
-
 # A run is its folder
 
 
@@ -242,7 +229,7 @@ def half(original, tmp_path):
     """A copy of one that was asked to stop."""
 
     def half(*words: str, name: str = "half") -> Path:
-        folder = shutil.copytree(original(*words, *stop_at(5)), tmp_path / name)
+        folder = shutil.copytree(original(*words, *asked_to_stop(5)), tmp_path / name)
         assert outcome(folder)["status"] == "preempted"
         return folder
 

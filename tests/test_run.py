@@ -1,12 +1,11 @@
 """What a run leaves behind: the quickstart, as the README has it."""
 
-import csv
-import json
 from pathlib import Path
 
 import pytest
 import torch
 
+from conftest import history, outcome
 from project.model import CNN
 
 # What a shell may have left over from other launchers; none of it may reach a rank.
@@ -32,7 +31,7 @@ def folder(quickstart) -> Path:
 
 
 def test_the_quickstart_trains_in_a_minute_and_tests_above_90_percent(folder):
-    results = json.loads((folder / "results.json").read_text())
+    results = outcome(folder)
     assert results["status"] == "complete"
     assert results["test/acc"] > 0.9
     assert results["test/count"] == 2000
@@ -54,9 +53,8 @@ def test_the_folder_holds_what_the_design_says(folder):
 
 
 def test_the_history_and_the_results_agree(folder):
-    results = json.loads((folder / "results.json").read_text())
-    with (folder / "metrics.csv").open() as file:
-        rows = list(csv.DictReader(file))
+    results = outcome(folder)
+    rows = history(folder)
     assert list(rows[0]) == ["epoch", "step", "train/loss", "train/acc", "val/loss", "val/acc"]
     assert [row["epoch"] for row in rows] == ["1", "2", "3", "4"]
     assert (
