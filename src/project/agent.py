@@ -1,23 +1,35 @@
 """Ranks of a job under torchrun's agent, started from a fork server."""
 
 import contextlib
+import functools
 import logging
 import multiprocessing.forkserver
 import os
+import queue
 import signal
 import tempfile
+import threading
+import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from project.errors import RankFailed
+from project import signals
+from project.errors import Preempted, RankFailed
 from project.failure import first_failure
 from project.rank import Train, rank_process
+
+PATIENCE = 30.0  # seconds that ranks have to end once they are asked to
+
+T = TypeVar("T")
+
+_folders: list[Path] = []  # of the jobs whose ranks this process has started
 
 
 def start_fork_server() -> None:
@@ -33,62 +45,112 @@ def end_fork_server() -> None:
         os.kill(server._forkserver_pid, signal.SIGKILL)
 
 
-def run_ranks(folder: Path, train: Train, num_ranks: int, attempt: int = 0) -> None:
+def attended(work: Callable[[], T]) -> T:
+    """Runs `work` in a thread, where torchrun's agent leaves signals alone, and waits for it.
+
+    A request to stop goes to every rank, also to those that come up later, until `work` has ended.
+    Ranks that take longer than PATIENCE are killed. A second request changes nothing.
+    """
+    events: queue.SimpleQueue[int] = queue.SimpleQueue()
+    with signals.received(events.put), _silent_agent(), ThreadPoolExecutor(1) as pool:
+        future = pool.submit(work)
+        future.add_done_callback(lambda _: events.put(0))
+        if number := events.get():
+            told, patient_until = set(), time.monotonic() + PATIENCE
+            while not future.done():
+                for pid in _alive() - told:
+                    _send(pid, number)
+                    told.add(pid)
+                if time.monotonic() > patient_until:
+                    for pid in _alive():
+                        _send(pid, signal.SIGKILL)
+                with contextlib.suppress(queue.Empty):
+                    events.get(timeout=0.1)
+    return future.result()
+
+
+def run_ranks(
+    folder: Path,
+    train: Train,
+    num_ranks: int,
+    attempt: int = 0,
+    environment: Mapping[str, str] | None = None,
+) -> None:
     """Runs `train` on ranks of this machine until all have ended.
+
+    In the main thread it answers requests to stop; elsewhere `attended` is for the caller.
 
     Args:
         attempt: number of this launch in the folder, for the names of logs.
+        environment: variables that only these ranks get; they then speak in `ranks/` alone.
 
     Raises:
-        SignalException: this process was asked to stop; the ranks have stopped.
+        Preempted: this process was asked to stop; the ranks have stopped.
         UserError: a rank found a mistake in the config.
         RankFailed: the first rank that failed, and how.
     """
-    with tempfile.TemporaryDirectory() as logs, contained():
-        config = LaunchConfig(
-            min_nodes=1,
-            max_nodes=1,
-            nproc_per_node=num_ranks,
-            run_id=uuid.uuid4().hex,
-            rdzv_backend="c10d",
-            rdzv_endpoint="localhost:0",
-            local_addr="localhost",  # not the host's name, which need not resolve
-            max_restarts=0,
-            start_method="forkserver",
-            logs_specs=DefaultLogsSpecs(log_dir=logs),
-            **_but_for_nohup(),
-        )
-        try:
-            elastic_launch(config, rank_process)(str(folder), train, attempt)
-        except ChildFailedError as error:
-            rank, failure = error.get_first_failure()
-            has_reported = any(folder.glob(f"ranks/{rank}-*.json"))
-            message: Any = failure.message  # text, or a report of torch's
-            message = message.get("message") if isinstance(message, dict) else message
-            name = failure.signal_name() if failure.exitcode < 0 else message
-            died = RankFailed(f"rank {rank} ended with status {failure.exitcode} ({name})")
-            raise (has_reported and first_failure(folder)) or died from None
-        finally:
-            for path in folder.glob("ranks/*.pid"):  # of ranks that were killed
-                path.unlink()
+    work = functools.partial(_run_ranks, folder, train, num_ranks, attempt, environment)
+    attended(work) if threading.current_thread() is threading.main_thread() else work()
 
 
-def _but_for_nohup() -> dict[str, Any]:
-    """The agent would handle SIGHUP even where nohup has it ignored (torch 2.8 and later ask)."""
-    ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-    can_say = "signals_to_handle" in LaunchConfig.__dataclass_fields__
-    return {"signals_to_handle": "SIGTERM,SIGINT,SIGQUIT"} if ignored and can_say else {}
+def _run_ranks(
+    folder: Path,
+    train: Train,
+    num_ranks: int,
+    attempt: int,
+    environment: Mapping[str, str] | None,
+) -> None:
+    _folders.append(folder)
+    try:
+        with tempfile.TemporaryDirectory() as logs:
+            config = LaunchConfig(
+                min_nodes=1,
+                max_nodes=1,
+                nproc_per_node=num_ranks,
+                run_id=uuid.uuid4().hex,
+                rdzv_backend="c10d",
+                rdzv_endpoint="localhost:0",
+                local_addr="localhost",  # not the host's name, which need not resolve
+                max_restarts=0,
+                start_method="forkserver",
+                logs_specs=DefaultLogsSpecs(log_dir=logs),
+            )
+            elastic_launch(config, rank_process)(str(folder), train, attempt, environment)
+    except ChildFailedError as error:
+        if signals.requested():  # ranks that were stopped end like this
+            raise Preempted(signals.requested()) from None
+        rank, failure = error.get_first_failure()
+        has_reported = any(folder.glob(f"ranks/{rank}-*.json"))
+        message: Any = failure.message  # text, or a report of torch's
+        message = message.get("message") if isinstance(message, dict) else message
+        name = failure.signal_name() if failure.exitcode < 0 else message
+        died = RankFailed(f"rank {rank} ended with status {failure.exitcode} ({name})")
+        raise (has_reported and first_failure(folder)) or died from None
+    finally:
+        _folders.remove(folder)
+        for path in folder.glob("ranks/*.pid"):  # of ranks that were killed
+            path.unlink()
+
+
+def _alive() -> set[int]:
+    """Process ids of the ranks of all jobs."""
+    pids = set()
+    for path in [path for folder in _folders for path in folder.glob("ranks/*.pid")]:
+        with contextlib.suppress(FileNotFoundError, ValueError):  # it ends, or just begins
+            pids.add(int(path.read_text()))
+    return pids
+
+
+def _send(pid: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
 
 
 @contextlib.contextmanager
-def contained() -> Iterator[None]:
-    """The agent leaves its signal handlers behind, and logs at length what we say in one line."""
-    signals = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT]
-    before = {number: signal.getsignal(number) for number in signals}
+def _silent_agent() -> Iterator[None]:
+    """The agent logs at length what we say in one line."""
     logging.disable(logging.CRITICAL)
     try:
         yield
     finally:
         logging.disable(logging.NOTSET)
-        for number, handler in before.items():
-            signal.signal(number, handler)

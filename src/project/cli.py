@@ -25,6 +25,9 @@ from project.schema import nearest
 from project.stored import untrusted
 
 
+MISTAKES = HydraException, OmegaConfBaseException, yaml.YAMLError  # in words, or in config files
+
+
 def open_streams() -> None:
     """Gives closed standard streams (`>&-`) the null device, not the next file that is opened."""
     for number in range(3):
@@ -49,25 +52,34 @@ def explained(main: Callable[..., Any]) -> Iterator[None]:
     os.environ["HYDRA_FULL_ERROR"] = "1"  # else Hydra prints and exits by itself
     try:
         yield
-    except MissingConfigException as error:
-        group, _, name = (error.missing_cfg_file or "").rpartition("/")
-        options = [*(error.options or [])]
-        there = f" {group}: {', '.join(options)}." if options else ""
-        raise UserError(f"There is no {group}={name}.{nearest(name, options)}{there}") from error
-    except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
-        if asked:
+    except MISTAKES as error:
+        if asked and not isinstance(error, MissingConfigException):
             raise
-        first, *more = str(error).strip().split("\n")
-        if isinstance(error, yaml.YAMLError):
-            first, more = " ".join(str(error).split()), []
-        if isinstance(error, OverrideParseException) and error.override not in first:
-            first = f"{error.override}: {first}"
-        wrong = re.search(r"Could not (?:override|delete) '([^'=]+)", first)
-        near = _nearest_key(main, wrong[1]) if wrong else ""
-        raise UserError(f"{first}{near or ' '.join(['', *more[:1]])}") from error
+        raise UserError(reason(error, main)) from error
     finally:
         os.environ.pop("HYDRA_FULL_ERROR")
         os.environ |= {"HYDRA_FULL_ERROR": asked} if asked else {}
+
+
+def reason(error: Exception, main: Callable[..., Any] | None = None) -> str:
+    """What one of MISTAKES says, in a line or two.
+
+    Args:
+        main: whose command line may hold a key that is nearly one of its config's.
+    """
+    if isinstance(error, MissingConfigException):
+        group, _, name = (error.missing_cfg_file or "").rpartition("/")
+        options = [*(error.options or [])]
+        there = f" {group}: {', '.join(options)}." if options else ""
+        return f"There is no {group}={name}.{nearest(name, options)}{there}"
+    first, *more = str(error).strip().split("\n")
+    if isinstance(error, yaml.YAMLError):
+        first, more = " ".join(str(error).split()), []
+    if isinstance(error, OverrideParseException) and error.override not in first:
+        first = f"{error.override}: {first}"
+    wrong = re.search(r"Could not (?:override|delete) '([^'=]+)", first)
+    near = _nearest_key(main, wrong[1]) if main and wrong else ""
+    return f"{first}{near or ' '.join(['', *more[:1]])}"
 
 
 def _refuse_unknown_options(words: list[str]) -> None:
@@ -107,11 +119,16 @@ def _keys(node: Any, prefix: str = "") -> Iterator[str]:
         yield from _keys(child, f"{prefix}{name}.")
 
 
-def quoted(key: str, value: str) -> str:
-    """`key=value` as a word for a shell, the value quoted for Hydra where it must be."""
+def as_word(key: str, value: str) -> str:
+    """`key=value` for Hydra, the value quoted where it must be."""
     if not re.fullmatch(r"[\w./:-]+", value, re.ASCII):
         value = "'" + value.replace("\\", "\\\\").replace("'", "\\'") + "'"
-    return shlex.quote(f"{key}={value}")
+    return f"{key}={value}"
+
+
+def quoted(key: str, value: str) -> str:
+    """The same for a shell."""
+    return shlex.quote(as_word(key, value))
 
 
 def closing_table(results: Mapping[str, Any], folder: Path, cfg: DictConfig) -> str:

@@ -4,7 +4,7 @@ import functools
 import inspect
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,9 @@ from project.errors import Preempted, RankFailed, UserError
 from project.folder import in_use, read_results, shown
 from project.launch import run, run_in_place
 from project.rank import Train
-from project.resume import resumed, take_up
+from project.resume import is_sweep, resumed, take_up, take_up_sweep
 from project.secret import hidden
+from project.sweeper import register
 
 
 def start(main: Callable[..., Any], train: Train) -> None:
@@ -31,6 +32,7 @@ def start(main: Callable[..., Any], train: Train) -> None:
     """
     open_streams()
     signals.granted_at_once()
+    register(functools.partial(_work, train=train))
     try:
         with explained(main):
             _start(main, train)
@@ -49,18 +51,14 @@ def start(main: Callable[..., Any], train: Train) -> None:
 def _start(main: Callable[..., Any], train: Train) -> None:
     words = sys.argv[1:]
     folder = resumed(words)
-    groups = Path(inspect.unwrap(main).__code__.co_filename).parent / "conf"
-    begin = functools.partial(_resume, folder, words, groups, train) if folder else main
+    begin = functools.partial(_resume, folder, words, main, train) if folder else main
     if not dist.is_torchelastic_launched():
         start_fork_server()  # imports while this process composes
         begin()
-    elif {"-m", "--multirun"} & set(words):
-        sys.exit("A sweep starts ranks of its own: python train.py -m ..., without torchrun.")
     elif os.environ["RANK"] == "0":
         try:
             if folder := outside.restarted():
-                with in_use(folder):
-                    _report(folder, train)
+                _end(_work(folder, train))
             else:
                 begin()
         finally:  # after --help, say, the others need not wait
@@ -70,7 +68,13 @@ def _start(main: Callable[..., Any], train: Train) -> None:
         run_in_place(Path(name), train, outside.store())
 
 
-def _resume(folder: Path, words: list[str], groups: Path, train: Train) -> None:
+def _resume(
+    folder: Path, words: list[str], main: Callable[..., Any], train: Train
+) -> None:
+    groups = Path(inspect.unwrap(main).__code__.co_filename).parent / "conf"
+    if is_sweep(folder):
+        sys.argv[1:] = take_up_sweep(folder, words, groups)
+        return main()
     with in_use(folder):
         undo = take_up(folder, words, groups)
         if undo is None:
@@ -81,32 +85,46 @@ def _resume(folder: Path, words: list[str], groups: Path, train: Train) -> None:
             began = path.exists() and OmegaConf.load(path).hydra.runtime.cwd
             if began and began != str(Path.cwd()):
                 print(f"relative paths (data.root) start here; the run began in {began}")
-            _report(folder, train, undo)
+            _end(_report(folder, train, undo))
 
 
 def run_job(train: Train) -> None:
     """Runs the job that Hydra has composed."""
-    folder = Path(HydraConfig.get().runtime.output_dir)
+    _end(_work(Path(HydraConfig.get().runtime.output_dir), train))
+
+
+def _end(status: int) -> None:
+    if status:
+        sys.exit(status)
+
+
+def _work(folder: Path, train: Train, environment: Mapping[str, str] | None = None) -> int:
     with in_use(folder):
-        _report(folder, train)
+        return _report(folder, train, environment=environment)
 
 
-def _report(folder: Path, train: Train, undo: Callable[[], None] = lambda: None) -> None:
-    """Runs the job in `folder`; the one place where errors become messages."""
+def _report(
+    folder: Path,
+    train: Train,
+    undo: Callable[[], None] = lambda: None,
+    environment: Mapping[str, str] | None = None,
+) -> int:
+    """Runs the job in `folder`, the one place where errors become messages; its exit status."""
     print(f"run folder {shown(folder)}", flush=True)
     try:
-        results = run(folder, train)
+        results = run(folder, train, environment)
     except UserError as error:
         undo()
-        sys.exit(hidden(f"train.py: {error}"))
+        print(hidden(f"train.py: {error}"), file=sys.stderr)
+        return 1
     except RankFailed as error:
         undo()
-        print(error.traceback, end="", file=sys.stderr)
         where = _way_on(folder) if (folder / LAST).exists() else f"Run folder: {shown(folder)}"
-        sys.exit(hidden(f"train.py: {error}. {where}"))
+        print(hidden(f"{error.traceback}train.py: {error}. {where}"), file=sys.stderr)
+        return 1
     except Preempted as stopped:
         print(f"train.py: {stopped}. {_way_on(folder)}", file=sys.stderr)
-        sys.exit(_status(stopped))
+        return _status(stopped)
     try:
         cfg: Any = OmegaConf.load(folder / ".hydra" / "config.yaml")
         table = closing_table(results, folder, cfg)
@@ -115,6 +133,7 @@ def _report(folder: Path, train: Train, undo: Callable[[], None] = lambda: None)
         print(table, flush=True)
     except BrokenPipeError:  # nobody reads: Python's own flush at the end must not fail either
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0
 
 
 def _way_on(folder: Path) -> str:

@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf
@@ -33,15 +33,16 @@ OmegaConf.register_new_resolver("unused_folder", unused_folder, use_cache=True, 
 
 
 class RefuseUsedFolder(Callback):
-    """Ends a command whose explicit folder holds a run, before Hydra writes over its config."""
+    """Ends a command whose explicit folder holds a run, before its config is written over."""
 
     def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
         """Looks at `hydra.run.dir`."""
         _refuse_used(config.hydra.run.dir, ".hydra", "results.json")
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
-        """Looks at `hydra.sweep.dir`."""
-        _refuse_used(config.hydra.sweep.dir, "multirun.yaml")
+        """Looks at `hydra.sweep.dir`, unless the sweep is to go on there."""
+        if not config.hydra.sweeper.get("resume"):
+            _refuse_used(config.hydra.sweep.dir, "multirun.yaml", ".hydra")
 
 
 def _refuse_used(folder: str, *signs: str) -> None:
@@ -51,20 +52,38 @@ def _refuse_used(folder: str, *signs: str) -> None:
 
 
 @contextlib.contextmanager
-def in_use(folder: Path) -> Iterator[None]:
+def in_use(folder: Path, lock: str = "ranks/lock") -> Iterator[None]:
     """Holds a run's folder for this process.
+
+    Args:
+        lock: file in it, made if it is not there.
 
     Raises:
         UserError: another holds it.
     """
-    path = folder / "ranks" / "lock"
-    path.parent.mkdir(exist_ok=True)
+    path = folder / lock
+    path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as file:  # left there: to remove a lock is a race
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(f"{shown(folder)} is in use: its run is still going on.") from None
+        if not _locked(file, fcntl.LOCK_EX):
+            raise UserError(f"{shown(folder)} is in use: its run is still going on.")
         yield
+
+
+def is_in_use(folder: Path) -> bool:
+    """Whether a process works in a run's folder just now."""
+    path = folder / "ranks" / "lock"
+    if not path.exists():
+        return False
+    with path.open() as file:
+        return not _locked(file, fcntl.LOCK_SH)
+
+
+def _locked(file: IO[str], how: int) -> bool:
+    try:
+        fcntl.flock(file, how | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def read_results(folder: Path) -> dict[str, Any]:

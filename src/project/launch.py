@@ -7,12 +7,12 @@ agent start the ranks from a fork server, waits for them and reports.
 import itertools
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 from omegaconf import OmegaConf
-from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from project import outside
@@ -36,11 +36,17 @@ from project.secret import hidden, hide
 from project.stored import take_up_config
 
 
-def run(folder: Path, train: Train) -> dict[str, Any]:
+def run(
+    folder: Path, train: Train, environment: Mapping[str, str] | None = None
+) -> dict[str, Any]:
     """Trains the run in `folder` on as many ranks as its config says.
 
     A folder with a checkpoint goes on, one with complete results returns them, an empty one begins.
     Ranks that die are started afresh, up to `launch.max_restarts` times.
+
+    Args:
+        train: the program of each rank.
+        environment: variables that only its ranks get, when several jobs run at once.
 
     Returns:
         the content of `results.json`, with status "complete".
@@ -66,7 +72,7 @@ def run(folder: Path, train: Train) -> dict[str, Any]:
         check_knobs(cfg)
         if not cfg.fit:
             take_up_config(cfg, folder)
-        _launch(folder, train, cfg)
+        _launch(folder, train, cfg, environment)
         results = read_results(folder)
         if results.get("status") != "complete":
             raise RankFailed("the ranks ended in order, but without results")
@@ -76,9 +82,8 @@ def run(folder: Path, train: Train) -> dict[str, Any]:
             raise stopped from None
         _write_failure(folder, str(error).splitlines()[0])
         raise
-    except (SignalException, Preempted) as error:
-        number = error.sigval if isinstance(error, SignalException) else error.number
-        stopped = preempted(folder) or Preempted(number)
+    except Preempted as error:
+        stopped = preempted(folder) or error
         if read_results(folder).get("status") != "complete":
             write_preempted(folder, stopped)
         raise stopped from None
@@ -86,7 +91,9 @@ def run(folder: Path, train: Train) -> dict[str, Any]:
     return results
 
 
-def _launch(folder: Path, train: Train, cfg: Any) -> None:
+def _launch(
+    folder: Path, train: Train, cfg: Any, environment: Mapping[str, str] | None
+) -> None:
     """Runs the ranks where config and environment say; afresh if they die."""
     num_ranks = num_local_ranks(cfg.trainer)
     if dist.is_torchelastic_launched():
@@ -100,7 +107,7 @@ def _launch(folder: Path, train: Train, cfg: Any) -> None:
     first = next_attempt(folder)
     for attempt in itertools.count(first):
         try:
-            return run_ranks(folder, train, num_ranks, attempt)
+            return run_ranks(folder, train, num_ranks, attempt, environment)
         except RankFailed as error:
             if preempted(folder) or attempt - first >= cfg.launch.max_restarts:
                 raise

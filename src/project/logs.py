@@ -50,6 +50,15 @@ class Console(logging.StreamHandler):
             super().handleError(record)
 
 
+def quiet(path: Path) -> None:
+    """From here on what this process prints is appended to a file."""
+    path.parent.mkdir(exist_ok=True)
+    with path.open("ab") as file:
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+            os.dup2(file.fileno(), stream.fileno())
+
+
 @contextlib.contextmanager
 def rank_logging(train_log: Path | None, report: Path) -> Iterator[None]:
     """Rank 0 speaks on the console and in `train_log`; the others only in `ranks/`, prints too."""
@@ -59,10 +68,7 @@ def rank_logging(train_log: Path | None, report: Path) -> Iterator[None]:
         handlers.append(logging.FileHandler(train_log))
         handlers[-1].setFormatter(Discreet("%(asctime)s %(levelname)s %(message)s"))
     else:
-        with report.with_suffix(".log").open("ab") as file:
-            for stream in (sys.stdout, sys.stderr):
-                stream.flush()
-                os.dup2(file.fileno(), stream.fileno())
+        quiet(report.with_suffix(".log"))
     import lightning.pytorch  # sets its loggers up when imported: so before they are changed here
 
     tqdm.set_lock(threading.RLock())  # its own would start a process to track semaphores

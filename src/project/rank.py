@@ -5,7 +5,7 @@ import os
 import signal
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from project.devices import on_gpu, threads_a_rank
 from project.errors import Preempted, RankFailed, UserError
 from project.failure import end_with_parent, pid_file, record_failure, write_preempted
 from project.files import write_json
-from project.logs import rank_logging
+from project.logs import quiet, rank_logging
 from project.secret import hide
 
 Train = Callable[[DictConfig, Path], dict[str, Any]]
@@ -131,11 +131,20 @@ def _leave_group() -> None:
         dist.destroy_process_group()
 
 
-def rank_process(folder: str, train: Train, attempt: int) -> None:
-    """The entry point of a process that the agent starts from the fork server."""
+def rank_process(
+    folder: str, train: Train, attempt: int, environment: Mapping[str, str] | None
+) -> None:
+    """The entry point of a process that the agent starts from the fork server.
+
+    Args:
+        environment: variables of this job, if others run beside it: then the console is not its.
+    """
     for number in signal.SIGTERM, signal.SIGINT:
         signal.signal(number, signal.SIG_DFL)  # the fork server ignores them
     end_with_parent()
+    if environment is not None:
+        os.environ.update(environment)
+        quiet(Path(folder) / "ranks" / f"{os.environ['RANK']}-{attempt}.log")
     os.environ["TORCHELASTIC_RESTART_COUNT"] = str(attempt)
     torch.set_num_threads(threads_a_rank(int(os.environ["LOCAL_WORLD_SIZE"])))
     try:

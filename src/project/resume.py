@@ -7,12 +7,14 @@ from typing import Any
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from project.checkpoint import LAST, begun, read_run
+from project.cli import as_word
 from project.devices import num_local_ranks
 from project.errors import UserError
 from project.files import write_bytes
-from project.folder import read_results
+from project.folder import in_use, read_results
 from project.schema import check_knobs
 
 
@@ -28,9 +30,7 @@ def resumed(words: list[str]) -> Path | None:
     folder = Path(_unquoted(given[-1]) or "?")
     if options := [word for word in words if word.startswith("-")]:
         raise UserError(f"resume={folder} takes values only, not {options[0]}.")
-    if (folder / "multirun.yaml").exists():
-        raise UserError(f"resume={folder} is a sweep. Give one of its jobs: resume={folder}/0")
-    if not (folder / ".hydra" / "config.yaml").exists():
+    if not is_sweep(folder) and not (folder / ".hydra" / "config.yaml").exists():
         there = "holds no run" if folder.is_dir() else "is not there"
         raise UserError(f"resume={folder}: this folder {there}.")
     return folder.absolute()
@@ -80,6 +80,45 @@ def take_up(folder: Path, words: list[str], groups: Path) -> Callable[[], None] 
             write_bytes(file, OmegaConf.to_yaml(content).encode())
     (folder / "results.json").unlink(missing_ok=True)
     return undo
+
+
+def is_sweep(folder: Path) -> bool:
+    """Whether a folder holds the jobs of a sweep."""
+    return (folder / "multirun.yaml").exists()
+
+
+def take_up_sweep(folder: Path, words: list[str], groups: Path) -> list[str]:
+    """Makes the jobs of a sweep ready to go on; those that are missing are composed with it.
+
+    Args:
+        groups: folder of the config groups.
+
+    Returns:
+        the words that compose the sweep again.
+
+    Raises:
+        UserError: a value cannot be, or is one that the sweep varies.
+    """
+    sweep: Any = OmegaConf.load(folder / "multirun.yaml")
+    try:
+        then = [*sweep.hydra.overrides.hydra, *sweep.hydra.overrides.task]
+    except (AttributeError, OmegaConfBaseException):
+        raise UserError(f"{folder / 'multirun.yaml'} is damaged.") from None
+    words = [word for word in words if not _is_resume(word)]
+    values = [word for word in words if not word.startswith("hydra")]
+    parsed = OverridesParser.create().parse_overrides(then)
+    swept = {override.key_or_group for override in parsed if override.is_sweep_override()}
+    swept |= {*(sweep.hydra.sweeper.params or {})}
+    for override in OverridesParser.create().parse_overrides(values):
+        if override.key_or_group in swept:
+            raise UserError(f"{override.input_line}: this sweep varies {override.key_or_group}.")
+    for path in folder.glob("*/.hydra/config.yaml") if values else ():
+        with in_use(path.parents[1]):
+            take_up(path.parents[1], values, groups)
+    own = "hydra.sweep.dir", "hydra.sweeper.resume"
+    then = [word for word in then if word.lstrip("+").partition("=")[0] not in own]
+    place = as_word("hydra.sweep.dir", str(folder))
+    return ["-m", *then, *words, place, "hydra.sweeper.resume=true"]
 
 
 def _is_resume(word: str) -> bool:

@@ -23,6 +23,7 @@ TOP_LEVEL: dict[str, Any] = {
     "ckpt_path": str | None,
     "weights": str | None,
     "trusted": list[str],
+    "optimized_metric": str,
     "trainer.max_epochs": int | None,
     "trainer.max_steps": int | None,
     "checkpoint.every_n_steps": int | None,

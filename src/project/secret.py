@@ -9,10 +9,9 @@ _hidden: dict[str, str] = {}
 
 
 def hide(config: str) -> None:
-    """From here on `hidden` knows the values of the variables that this text of a config names."""
+    """From here on `hidden` also knows the variables that this text of a config names."""
     names = re.findall(r"oc\.env:\s*([^\s,}]+)", config)
     values = {name: os.environ.get(name, "") for name in names}
-    _hidden.clear()
     _hidden.update({v: f"${{oc.env:{k}}}" for k, v in values.items() if len(v) >= SHORTEST})
 
 

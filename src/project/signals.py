@@ -3,7 +3,7 @@
 import contextlib
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
 
 from project.errors import Preempted
@@ -12,14 +12,36 @@ from project.failure import end_with_parent
 GRACE = 6.0  # seconds that training has to reach a step boundary, of the 10 that a job may take
 
 _pid = 0  # of the rank; children inherit its handlers
-_request = 0
+_request = 0  # of the rank, or of the process that launches
 _is_training = _is_ending = False
 
 
 def granted_at_once() -> None:
-    """For the process that launches: a request raises Preempted."""
-    signal.signal(signal.SIGTERM, _at_once)
-    signal.signal(signal.SIGINT, _at_once)
+    """For the process that launches: the first request raises Preempted, later ones do nothing."""
+    global _request
+    _request = 0
+    for number in signal.SIGTERM, signal.SIGINT:
+        signal.signal(number, _at_once)
+
+
+@contextlib.contextmanager
+def received(receive: Callable[[int], object]) -> Iterator[None]:
+    """For the process that launches, while ranks run: the first request is what `receive` gets."""
+    global _request
+    _request = 0
+
+    def handler(number: int, frame: FrameType | None) -> None:
+        global _request
+        if not _request:
+            _request = number
+            receive(number)
+
+    before = {number: signal.signal(number, handler) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, earlier in before.items():
+            signal.signal(number, earlier)
 
 
 @contextlib.contextmanager
@@ -60,12 +82,15 @@ def end() -> None:
 
 
 def requested() -> int:
-    """The signal that asks this rank to stop, 0 for none."""
+    """The signal that has asked this process to stop, 0 for none."""
     return _request
 
 
 def _at_once(number: int, frame: FrameType | None) -> None:
-    raise Preempted(number)
+    global _request
+    if not _request:
+        _request = number
+        raise Preempted(number)
 
 
 def _on_request(number: int, frame: FrameType | None) -> None:

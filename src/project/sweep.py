@@ -1,0 +1,197 @@
+"""What came of a sweep: `python -m project.sweep FOLDER`, also while it goes on.
+
+A table on the console, the same in `sweep.csv`, pictures in `sweep.png`, the best job.
+"""
+
+import argparse
+import csv
+import math
+import shlex
+import statistics
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from omegaconf import OmegaConf
+
+from project.errors import UserError
+from project.files import write_csv
+from project.folder import is_in_use, read_results, shown
+
+METRICS = ("val/acc", "val/loss", "test/acc", "test/loss")
+
+
+class Job(NamedTuple):
+    """A job of a sweep.
+
+    Args:
+        number: of the job, and the name of its folder.
+        words: of the command line that repeats it.
+        status: complete, preempted, failed, running, interrupted or waiting.
+        results: content of its `results.json`.
+        history: rows of its `metrics.csv`, one an epoch; of a job that is not complete, too.
+    """
+
+    number: int
+    words: list[str]
+    status: str
+    results: dict[str, Any]
+    history: list[dict[str, float]]
+
+    @property
+    def values(self) -> dict[str, str]:
+        """Its words as keys and values."""
+        pairs = (word.lstrip("+").partition("=") for word in self.words)
+        return {key: value for key, _, value in pairs}
+
+    @property
+    def epochs(self) -> int:
+        """That it has ended."""
+        return self.results.get("epochs", len(self.history))
+
+
+class Sweep:
+    """The jobs of a sweep, and what they are compared by.
+
+    Args:
+        folder: of the sweep, with `multirun.yaml`.
+
+    Attributes:
+        jobs: by their numbers.
+        swept: keys whose values differ between jobs.
+        metric: `optimized_metric`.
+        maximize: whether more of it is better.
+
+    Raises:
+        UserError: the folder holds no sweep.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        if not (folder / "multirun.yaml").exists():
+            raise UserError(f"{folder} holds no sweep (multirun.yaml).")
+        numbers = sorted(int(path.parents[1].name) for path in folder.glob("*/.hydra/overrides.yaml"))
+        self.folder, self.jobs = folder, [_read(folder / str(number)) for number in numbers]
+        keys = dict.fromkeys(key for job in self.jobs for key in job.values)
+        self.swept = [key for key in keys if len({job.values.get(key) for job in self.jobs}) > 1]
+        config: Any = OmegaConf.load(folder / "multirun.yaml")
+        self.metric = config.optimized_metric
+        direction = config.hydra.sweeper.get("direction")
+        self.maximize = direction == "maximize" or not (direction or self.metric.endswith("loss"))
+
+    def score(self, job: Job) -> float:
+        """The metric of a job; NaN if it is not complete, or did not measure it."""
+        value = job.results.get(self.metric) if job.status == "complete" else None
+        return value if isinstance(value, int | float) else math.nan
+
+    def best(self) -> Job | None:
+        """The first of the best jobs."""
+        scored = [job for job in self.jobs if math.isfinite(self.score(job))]
+        sign = 1 if self.maximize else -1
+        return max(scored, key=lambda job: sign * self.score(job), default=None)
+
+    def scores(self, *keys: str) -> dict[tuple[str, ...], dict[str, float]]:
+        """The metric by the values of `keys`, then by the seed; of jobs that have one."""
+        found: dict[tuple[str, ...], dict[str, float]] = {}
+        for job in self.jobs:
+            if math.isfinite(score := self.score(job)):
+                by_seed = found.setdefault(tuple(job.values.get(key, "") for key in keys), {})
+                by_seed.setdefault(job.values.get("seed", ""), score)
+        return found
+
+
+def spread(values: Sequence[float]) -> tuple[float, float]:
+    """Mean and sample standard deviation; 0 for a single value."""
+    return statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else 0.0
+
+
+def summarise(folder: Path) -> list[str]:
+    """Shows what came of the sweep in a folder, and writes `sweep.csv` and `sweep.png`.
+
+    Returns:
+        numbers of the jobs that failed.
+    """
+    sweep = Sweep(folder)
+    metrics = [name for name in METRICS if any(name in job.results for job in sweep.jobs)]
+    if sweep.metric not in METRICS:
+        metrics.insert(0, sweep.metric)
+    rows = [
+        {"job": job.number}
+        | {key: job.values.get(key, "") for key in sweep.swept}
+        | {name: job.results.get(name) for name in metrics}
+        | {"epochs": job.epochs, "seconds": job.results.get("seconds"), "status": job.status}
+        for job in sweep.jobs
+    ]
+    reasons = [job.results.get("reason", "") for job in sweep.jobs]
+    write_csv(
+        folder / "sweep.csv",
+        [row | {"reason": reason} for row, reason in zip(rows, reasons, strict=True)],
+    )
+    from project.sweep_plot import draw  # matplotlib takes a second
+
+    draw(sweep, folder / "sweep.png")
+    print("\n".join([*_table(rows), *_last_words(sweep)]), flush=True)
+    return [str(job.number) for job in sweep.jobs if job.status == "failed"]
+
+
+def _last_words(sweep: Sweep) -> Iterable[str]:
+    for job in sweep.jobs:
+        if "reason" in job.results:
+            yield f"job {job.number} {job.status}: {job.results['reason']}"
+    others = [key for key in sweep.swept if key != "seed"]
+    for values, by_seed in sweep.scores(*others).items():
+        if len(by_seed) > 1:
+            where = " ".join(f"{key}={value}" for key, value in zip(others, values, strict=True))
+            mean, deviation = spread([*by_seed.values()])
+            of = f"{sweep.metric} {mean:.4f} ± {deviation:.4f} over {len(by_seed)} seeds"
+            yield f"{of}: {where}" if where else of
+    if best := sweep.best():
+        yield f"best: job {best.number}, {sweep.metric} {sweep.score(best):.4f}"
+        yield f"  again with: python train.py {shlex.join(best.words)}"
+    else:
+        yield f"no complete job has {sweep.metric} (optimized_metric)"
+    yield f"{shown(sweep.folder / 'sweep.csv')} {shown(sweep.folder / 'sweep.png')}"
+
+
+def _table(rows: list[dict[str, Any]]) -> Iterable[str]:
+    cells = [[*rows[0]], *([_cell(name, row[name]) for name in row] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    for line in cells:
+        yield "  ".join(text.rjust(n) for text, n in zip(line, widths, strict=True))
+
+
+def _cell(name: str, value: Any) -> str:
+    if not isinstance(value, float):
+        return "" if value is None else str(value)
+    return f"{value:.1f}" if name == "seconds" else f"{value:.4f}"
+
+
+def _read(folder: Path) -> Job:
+    words: Any = OmegaConf.load(folder / ".hydra" / "overrides.yaml")
+    results, path = read_results(folder), folder / "metrics.csv"
+    history = []
+    if path.exists():
+        with path.open(newline="") as file:
+            rows = csv.DictReader(file)
+            history = [{name: float(text or "nan") for name, text in row.items()} for row in rows]
+    if is_in_use(folder):
+        status = "running"
+    elif results:
+        status = results["status"]
+    else:
+        status = "interrupted" if (folder / "ranks").exists() else "waiting"
+    return Job(int(folder.name), [*words], status, results, history)
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m project.sweep", description=__doc__)
+    parser.add_argument("folder", type=Path, help="of the sweep, such as multirun/DATE/TIME")
+    try:
+        summarise(parser.parse_args().folder)
+    except UserError as error:
+        sys.exit(f"project.sweep: {error}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,189 @@
+"""Sweeps: each combination of values becomes the folder of a run, and the runs are run in turn.
+
+All jobs are composed before the first begins, so that changing a config file while a sweep goes on
+changes none of its jobs.
+"""
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.core.plugins import Plugins
+from hydra.core.utils import _save_config
+from hydra.plugins.sweeper import Sweeper
+from omegaconf import DictConfig, OmegaConf, open_dict, read_write
+
+from project.cli import MISTAKES, quoted, reason
+from project.errors import Preempted, UserError
+from project.files import write_json
+from project.folder import in_use, read_results, shown
+from project.sweep import summarise
+
+Job = tuple[Path, Sequence[str]]  # its folder, its words
+
+
+class GridSweeper(Sweeper):
+    """Every combination of the swept values, in the order of Hydra's own sweeper.
+
+    Args:
+        params: values to sweep, as on the command line, which has the last word.
+        direction: of `optimized_metric`, "maximize" or "minimize"; None: by its name.
+        resume: go on with the sweep in the folder.
+    """
+
+    work: Callable[[Path], int]  # runs the job in a folder; its exit status
+
+    def __init__(
+        self,
+        params: dict[str, Any] | None = None,
+        direction: str | None = None,
+        resume: bool = False,
+    ) -> None:
+        self.params, self.direction, self.resume = params or {}, direction, resume
+
+    def setup(self, *, hydra_context: Any, task_function: Any, config: DictConfig) -> None:
+        """Gets what Hydra has composed; jobs are runs in folders, not calls of `task_function`."""
+        self._loader, self._config = hydra_context.config_loader, config
+
+    def sweep(self, arguments: list[str]) -> None:
+        """Runs all jobs, whether or not some fail, and shows the summary.
+
+        Args:
+            arguments: words of the command line.
+
+        Raises:
+            SystemExit: a job failed (1), or the sweep was asked to stop (130 or 143).
+            UserError: no job can be composed.
+        """
+        self._check()
+        folder = Path(self._config.hydra.sweep.dir).absolute()
+        parser = OverridesParser.create(config_loader=self._loader)
+        words = [f"{key}={values}" for key, values in self.params.items()]
+        try:
+            overrides = parser.parse_overrides([*words, *arguments])
+            self._swept = {o.get_key_element() for o in overrides if o.is_sweep_override()}
+            jobs = self.jobs(folder, overrides)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                folder.rmdir()  # made, and nothing put into it
+            raise
+        with in_use(folder, "multirun.yaml"):
+            OmegaConf.save(self._config, folder / "multirun.yaml")
+            print(f"sweep folder {shown(folder)}", flush=True)
+            stopped = 0
+            try:
+                stopped = self.run(jobs)
+            except Preempted as error:  # between two jobs
+                stopped = 128 + error.number
+            finally:
+                failed = summarise(folder)
+        go_on = f"Go on with: python train.py {quoted('resume', shown(folder))}"
+        if failed:
+            print(f"train.py: failed: {', '.join(failed)}. {go_on}", file=sys.stderr)
+        elif stopped:
+            print(f"train.py: the sweep has stopped. {go_on}", file=sys.stderr)
+        if stopped or failed:
+            sys.exit(stopped or 1)
+
+    def _check(self) -> None:
+        hydra = self._config.hydra
+        if dist.is_torchelastic_launched():
+            raise UserError("A sweep starts ranks of its own: python train.py -m ..., no torchrun.")
+        if self.direction not in (None, "maximize", "minimize"):
+            raise UserError(f"hydra.sweeper.direction={self.direction}: maximize or minimize.")
+        if OmegaConf.to_container(hydra.sweep)["subdir"] != "${hydra.job.num}":
+            raise UserError("hydra.sweep.subdir: the folder of a job is its number.")
+
+    def jobs(self, folder: Path, overrides: list[Override]) -> Iterator[Job]:
+        """Composes all jobs, but for those that are in the folder; an iterator writes and yields them.
+
+        Raises:
+            Exception: one of MISTAKES, if not one job can be composed.
+        """
+        [combinations] = BasicSweeper.split_arguments(overrides, None)
+        jobs = [(folder / str(number), words) for number, words in enumerate(combinations)]
+        self.num_jobs = len(jobs)
+        new = {job: self.composed(job, words) for job, words in jobs if not is_composed(job)}
+        errors = [config for config in new.values() if isinstance(config, Exception)]
+        if errors and len(errors) == len(jobs):
+            raise errors[0]
+        return self._written(jobs, new)
+
+    def _written(self, jobs: list[Job], new: Mapping[Path, Any]) -> Iterator[Job]:
+        for job, words in jobs:
+            if job in new:
+                self.write(job, words, new[job])
+        yield from jobs
+
+    def composed(self, job: Path, words: Sequence[str]) -> DictConfig | Exception:
+        try:
+            config = self._loader.load_sweep_config(self._config, [*words])
+        except MISTAKES as error:
+            return error
+        with open_dict(config), read_write(config.hydra):
+            config.hydra.job.id = config.hydra.job.num = int(job.name)
+            config.hydra.runtime.output_dir = str(job)
+        return config
+
+    def write(self, job: Path, words: Sequence[str], config: DictConfig | Exception) -> None:
+        """Writes what Hydra writes for a job; or why it cannot be."""
+        where = job / ".hydra"
+        _save_config(OmegaConf.create([*words]), "overrides.yaml", where)
+        if isinstance(config, Exception):
+            write_json(job / "results.json", {"status": "failed", "reason": reason(config)})
+            return
+        hydra = OmegaConf.create({"hydra": config.hydra})
+        _save_config(hydra, "hydra.yaml", where)
+        with open_dict(config), read_write(config):
+            del config["hydra"]
+        _save_config(config, "config.yaml", where)  # last: with it the job is there
+
+    def run(self, jobs: Iterator[Job]) -> int:
+        """Runs jobs in turn; 0, or the status with which a request to stop ended one."""
+        for job, words in jobs:
+            status = self.run_one(job, words)
+            if status >= 128:
+                return status
+        return 0
+
+    def run_one(self, job: Path, words: Sequence[str]) -> int:
+        """Runs a job, unless it is complete or cannot be composed; its exit status."""
+        own = [word for word in words if word.partition("=")[0] in self._swept]
+        print(f"job {job.name} of {self.num_jobs}: {' '.join(own or words)}", flush=True)
+        results = read_results(job)
+        if results.get("status") == "complete":
+            print("already complete", flush=True)
+            return 0
+        if not is_composed(job):
+            print(f"train.py: {results['reason']}", file=sys.stderr)
+            return 1
+        try:
+            return type(self).work(job)
+        except UserError as error:  # its folder is in use
+            print(f"train.py: {error}", file=sys.stderr)
+            return 1
+
+
+def is_composed(job: Path) -> bool:
+    """Whether a job's folder has its config, which is the last that is written."""
+    return (job / ".hydra" / "config.yaml").exists()
+
+
+def register(work: Callable[[Path], int]) -> None:
+    """Tells Hydra of our sweepers, and them of what a job is.
+
+    Hydra takes plugins from its namespace package hydra_plugins only (Plugins._instantiate), which
+    all projects of an environment share; ours stay in the package that they are for.
+    """
+    sweepers = {f"{sweeper.__module__}.{sweeper.__name__}": sweeper for sweeper in (GridSweeper,)}
+    known = Plugins.is_in_toplevel_plugins_module
+    Plugins.is_in_toplevel_plugins_module = staticmethod(lambda n: n in sweepers or known(n))
+    GridSweeper.work = staticmethod(work)
+    for sweeper in sweepers.values():
+        Plugins.instance().register(sweeper)
