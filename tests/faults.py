@@ -12,15 +12,18 @@ from project.errors import UserError
 
 
 class Fault(Callback):
-    """Fails on `rank` after each of `steps`: how = exception | kill | vanish.
+    """Fails on `rank` after each of `steps`; `how` names a method.
 
     once: only the first time that the run comes there.
     """
 
     def __init__(self, rank: int, steps: list[int], how: str, once: bool = False) -> None:
         self.rank, self.steps, self.how, self.once = rank, steps, how, once
+        if how == "ask":
+            agreement.SECONDS_BETWEEN = 0.0  # the ranks speak after each step
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
+        self.weight = next(pl_module.parameters()).data
         if trainer.global_rank == self.rank and trainer.global_step in self.steps:
             struck = Path(trainer.default_root_dir) / "ranks" / f"struck-{trainer.global_step}"
             if not (self.once and struck.exists()):
@@ -38,6 +41,15 @@ class Fault(Callback):
 
     def vanish(self) -> None:
         os._exit(0)
+
+    def ask(self) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    def poison(self) -> None:
+        self.weight.fill_(float("nan"))
+
+    def nothing(self) -> None:
+        pass
 
 
 class BadLoss(Callback):

@@ -18,10 +18,8 @@ from omegaconf import OmegaConf
 from conftest import TINY, outcome
 from project import devices as devices_module
 from project import sources
-from project.agent import contained
 from project.augment import normalise
 from project.devices import check_world, num_local_ranks
-from project.entry import start as start_ranks
 from project.errors import RankFailed, UserError
 from project.failure import dead_ranks, pid_file
 from project.files import write_json
@@ -248,14 +246,6 @@ def alive(pids: list[int]) -> list[int]:
     return [pid for pid, stat in stats.items() if stat.exists() and ") Z" not in stat.read_text()]
 
 
-def test_the_agents_signal_handlers_and_silence_end_with_it():
-    before = signal.getsignal(signal.SIGTERM)
-    with contained():
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    assert signal.getsignal(signal.SIGTERM) == before
-    assert logging.getLogger("project").isEnabledFor(logging.CRITICAL)
-
-
 @pytest.mark.slow
 def test_help_under_torchrun_ends_on_all_ranks(command):
     done = command("torchrun", "--nproc-per-node=2", "train.py", "--help")
@@ -263,19 +253,12 @@ def test_help_under_torchrun_ends_on_all_ranks(command):
     assert done.stdout.count("Choices (GROUP=NAME)") == 1
 
 
-def test_a_sweep_under_torchrun_is_refused(monkeypatch):
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
-    monkeypatch.setattr(sys, "argv", ["train.py", "-m", "seed=0,1"])
-    with pytest.raises(SystemExit, match="without torchrun"):
-        start_ranks(lambda: None, lambda cfg, folder: {})
-
-
 def in_place(folder: Path, train, **trainer) -> dict:
     """A run in this process, of a program of the test's own."""
     (folder / ".hydra").mkdir(exist_ok=True)
     names = ["fit", "test", "compile", "ckpt_path", "weights", "trusted", "label_smoothing"]
     values = [True, False, False, None, None, [], 0]
-    config = {"seed": 0} | dict(zip(names, values, strict=True))
+    config = {"seed": 0, "optimized_metric": "val/acc"} | dict(zip(names, values, strict=True))
     config["launch"] = {"inplace": trainer.pop("inplace", True), "timeout": 60, "max_restarts": 0}
     config["checkpoint"] = {"every_n_steps": None, "every_minutes": None, "top_k": 1}
     config["trainer"] = {"accelerator": "cpu", "devices": 1, "num_nodes": 1, **trainer}

@@ -356,15 +356,12 @@ def test_between_epochs_the_seed_may_change(whole, go_on):
 
 
 def test_what_is_no_run_is_refused(tmp_path):
-    (tmp_path / "sweep").mkdir()
-    (tmp_path / "sweep/multirun.yaml").touch()
     assert resumed(["seed=1"]) is None
     for words, message in [
         (["resume="], "is not there"),
         (["+resume=nowhere"], "is not there"),
         (["resume=nowhere"], "is not there"),
         ([f"resume={tmp_path}"], "holds no run"),
-        ([f"resume={tmp_path}/sweep"], "is a sweep"),
         ([f"resume={tmp_path}", "--cfg", "job"], "takes values only, not --cfg"),
     ]:
         with pytest.raises(UserError, match=message):

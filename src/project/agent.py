@@ -116,20 +116,21 @@ def _run_ranks(
                 logs_specs=DefaultLogsSpecs(log_dir=logs),
             )
             elastic_launch(config, rank_process)(str(folder), train, attempt, environment)
+            return
     except ChildFailedError as error:
-        if signals.requested():  # ranks that were stopped end like this
-            raise Preempted(signals.requested()) from None
-        rank, failure = error.get_first_failure()
-        has_reported = any(folder.glob(f"ranks/{rank}-*.json"))
-        message: Any = failure.message  # text, or a report of torch's
-        message = message.get("message") if isinstance(message, dict) else message
-        name = failure.signal_name() if failure.exitcode < 0 else message
-        died = RankFailed(f"rank {rank} ended with status {failure.exitcode} ({name})")
-        raise (has_reported and first_failure(folder)) or died from None
+        rank, failure = error.get_first_failure()  # no more: its traceback holds the agent's store
     finally:
         _folders.remove(folder)
         for path in folder.glob("ranks/*.pid"):  # of ranks that were killed
             path.unlink()
+    if signals.requested():  # ranks that were stopped end like this
+        raise Preempted(signals.requested())
+    has_reported = any(folder.glob(f"ranks/{rank}-*.json"))
+    message: Any = failure.message  # text, or a report of torch's
+    message = message.get("message") if isinstance(message, dict) else message
+    name = failure.signal_name() if failure.exitcode < 0 else message
+    died = RankFailed(f"rank {rank} ended with status {failure.exitcode} ({name})")
+    raise (has_reported and first_failure(folder)) or died
 
 
 def _alive() -> set[int]:

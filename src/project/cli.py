@@ -24,7 +24,6 @@ from project.folder import shown
 from project.schema import nearest
 from project.stored import untrusted
 
-
 MISTAKES = HydraException, OmegaConfBaseException, yaml.YAMLError  # in words, or in config files
 
 

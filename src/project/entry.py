@@ -68,13 +68,12 @@ def _start(main: Callable[..., Any], train: Train) -> None:
         run_in_place(Path(name), train, outside.store())
 
 
-def _resume(
-    folder: Path, words: list[str], main: Callable[..., Any], train: Train
-) -> None:
+def _resume(folder: Path, words: list[str], main: Callable[..., Any], train: Train) -> None:
     groups = Path(inspect.unwrap(main).__code__.co_filename).parent / "conf"
     if is_sweep(folder):
         sys.argv[1:] = take_up_sweep(folder, words, groups)
-        return main()
+        main()
+        return
     with in_use(folder):
         undo = take_up(folder, words, groups)
         if undo is None:

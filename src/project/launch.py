@@ -36,9 +36,7 @@ from project.secret import hidden, hide
 from project.stored import take_up_config
 
 
-def run(
-    folder: Path, train: Train, environment: Mapping[str, str] | None = None
-) -> dict[str, Any]:
+def run(folder: Path, train: Train, environment: Mapping[str, str] | None = None) -> dict[str, Any]:
     """Trains the run in `folder` on as many ranks as its config says.
 
     A folder with a checkpoint goes on, one with complete results returns them, an empty one begins.
@@ -91,9 +89,7 @@ def run(
     return results
 
 
-def _launch(
-    folder: Path, train: Train, cfg: Any, environment: Mapping[str, str] | None
-) -> None:
+def _launch(folder: Path, train: Train, cfg: Any, environment: Mapping[str, str] | None) -> None:
     """Runs the ranks where config and environment say; afresh if they die."""
     num_ranks = num_local_ranks(cfg.trainer)
     if dist.is_torchelastic_launched():

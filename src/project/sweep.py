@@ -70,7 +70,9 @@ class Sweep:
     def __init__(self, folder: Path) -> None:
         if not (folder / "multirun.yaml").exists():
             raise UserError(f"{folder} holds no sweep (multirun.yaml).")
-        numbers = sorted(int(path.parents[1].name) for path in folder.glob("*/.hydra/overrides.yaml"))
+        numbers = sorted(
+            int(path.parents[1].name) for path in folder.glob("*/.hydra/overrides.yaml")
+        )
         self.folder, self.jobs = folder, [_read(folder / str(number)) for number in numbers]
         keys = dict.fromkeys(key for job in self.jobs for key in job.values)
         self.swept = [key for key in keys if len({job.values.get(key) for job in self.jobs}) > 1]

@@ -42,7 +42,9 @@ def _against(sweep: Sweep, key: str, axes: Any) -> None:
         xs = sorted(points, key=lambda value: places[value])
         means, deviations = zip(*(points[x] for x in xs), strict=True)
         label = ", ".join(f"{n}={v}" for n, v in zip(others, values, strict=True))
-        axes.errorbar([places[x] for x in xs], means, deviations, marker="o", capsize=3, label=label)
+        axes.errorbar(
+            [places[x] for x in xs], means, deviations, marker="o", capsize=3, label=label
+        )
     if key == "seed" and lines:
         mean, deviation = spread([score for score, _ in lines[()].values()])
         axes.axhspan(mean - deviation, mean + deviation, alpha=0.15)
@@ -62,7 +64,7 @@ def _places(values: list[str]) -> dict[str, float]:
     try:
         numbers = {value: float(value) for value in values}
     except ValueError:
-        numbers = {value: math.nan for value in values}
+        numbers = dict.fromkeys(values, math.nan)
     if all(map(math.isfinite, numbers.values())):
         return numbers
     return {value: float(place) for place, value in enumerate(values)}

@@ -101,7 +101,7 @@ class GridSweeper(Sweeper):
             raise UserError("hydra.sweep.subdir: the folder of a job is its number.")
 
     def jobs(self, folder: Path, overrides: list[Override]) -> Iterator[Job]:
-        """Composes all jobs, but for those that are in the folder; an iterator writes and yields them.
+        """Composes all jobs but for those in the folder; the iterator writes, then yields them.
 
         Raises:
             Exception: one of MISTAKES, if not one job can be composed.
@@ -122,6 +122,7 @@ class GridSweeper(Sweeper):
         yield from jobs
 
     def composed(self, job: Path, words: Sequence[str]) -> DictConfig | Exception:
+        """The config of a job, or what is wrong with it."""
         try:
             config = self._loader.load_sweep_config(self._config, [*words])
         except MISTAKES as error:
