@@ -9,25 +9,35 @@ import re
 import shlex
 import shutil
 import signal
+import subprocess
 import sys
+import textwrap
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import optuna
 import pytest
+import torch
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
+from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 from train import main
 
 from conftest import REPOSITORY, TINY, outcome
 from laws import composed, differences
+from project import parallel, signals
 from project.cli import explained
-from project.errors import UserError
-from project.files import write_json
+from project.errors import Preempted, UserError
+from project.files import write_csv, write_json
+from project.launch import run
+from project.parallel import Share, run_at_once
 from project.resume import resumed, take_up_sweep
+from project.search import OptunaSweeper, distribution
 from project.sweep import Sweep
-from project.sweeper import register
+from project.sweeper import GridSweeper, register
 
 TINY = [*(word for word in TINY if "batch_size" not in word), "data.batch_size=60", "logger=none"]
 DEVICES = [1, 2, 3, 1]
@@ -153,11 +163,11 @@ def sweep(tmp_path, monkeypatch) -> Callable[..., tuple[Any, list[str]]]:
     def sweep(*words: str, work: Callable[[Path], int] | None = None) -> tuple[Any, list[str]]:
         ran = []
 
-        def job(folder: Path) -> int:
+        def job(folder: Path, share: Any = None) -> int:
             ran.append(folder.name)
             return (work or complete)(folder)
 
-        register(job)
+        register([GridSweeper, OptunaSweeper], job)
         monkeypatch.setattr(sys, "argv", [str(REPOSITORY / "train.py"), *words])
         try:
             with explained(main):
@@ -328,6 +338,270 @@ def test_a_damaged_sweep_is_named(tmp_path):
         Sweep(tmp_path / "other")
 
 
+# Optuna
+
+
+def search(sweep, *words: str, n: int = 6, **options: Any) -> tuple[Any, list[str]]:
+    own = ["hparams_search=optuna", f"hydra.sweeper.n_trials={n}", "hydra.sweep.dir=s"]
+    return sweep(*own, "seed=range(0,9)", *words, **options)
+
+
+def trials(folder: str = "s") -> list[tuple[str, dict[str, Any], Any]]:
+    storage = optuna.storages.RDBStorage(f"sqlite:///{folder}/study.db")
+    study = optuna.load_study(study_name="sweep", storage=storage)
+    return [(trial.state.name, trial.params, trial.value) for trial in study.trials]
+
+
+def test_a_search_is_one_study_whose_trials_are_the_jobs(sweep, capfd):
+    status, ran = search(sweep, "optimizer.lr=tag(log,interval(0.001,1))")
+    assert (status, ran) == (0, [*"012345"])
+    for number, (state, params, value) in enumerate(trials()):
+        config = OmegaConf.load(f"s/{number}/.hydra/config.yaml")
+        assert state == "COMPLETE"
+        assert params == {"seed": config.seed, "optimizer.lr": config.optimizer.lr}
+        assert value == outcome(Path(f"s/{number}"))["val/acc"] == config.seed / 10
+    best = max(range(6), key=lambda number: trials()[number][2])
+    out, err = capfd.readouterr()
+    assert f"best: job {best}, " in out
+    assert err == ""
+    [again] = [line for line in out.splitlines() if "again with: " in line]
+    words = shlex.split(again.partition("train.py ")[2])
+    assert words[-1] == "hydra.mode=RUN"
+    assert composed(*words[:-1]) == OmegaConf.load(f"s/{best}/.hydra/config.yaml")
+
+
+def test_a_search_that_was_interrupted_ends_like_one_that_was_not(sweep, monkeypatch, tmp_path):
+    """Also in the middle of a trial, which then goes on."""
+    search(sweep)
+    undisturbed = trials()
+    monkeypatch.chdir(tmp_path / "s")
+
+    def stopped(folder: Path) -> int:
+        return complete(folder) if folder.name != "3" else 143
+
+    assert search(sweep, n=2) == (0, ["0", "1"])
+    assert search(sweep, work=stopped) == (143, ["2", "3"])
+    assert [state for state, _, _ in trials()] == ["COMPLETE"] * 3 + ["RUNNING"]
+    assert go_on(sweep, "s") == (0, ["3", "4", "5"])
+    assert trials() == undisturbed
+    assert go_on(sweep, "s") == (0, [])
+    assert go_on(sweep, "s", "hydra.sweeper.n_trials=7") == (0, ["6"])
+    with pytest.raises(UserError, match="are compared under one config"):
+        go_on(sweep, "s", "trainer.max_epochs=3")
+
+
+def test_a_trial_that_fails_or_has_no_number_is_marked_and_the_study_goes_on(sweep):
+    def work(folder: Path) -> int:
+        if folder.name == "2":
+            write_json(folder / "results.json", {"status": "complete", "val/acc": float("nan")})
+            return 0
+        if folder.name == "3":
+            write_json(folder / "results.json", {"status": "failed", "reason": "injected"})
+            return 1
+        return complete(folder)
+
+    assert search(sweep, work=work) == (1, [*"012345"])
+    states = [state for state, _, _ in trials()]
+    assert states == ["COMPLETE", "COMPLETE", "FAIL", "FAIL", "COMPLETE", "COMPLETE"]
+
+
+def test_losses_are_minimized_by_the_study_too(sweep):
+    search(sweep, "optimized_metric=val/loss", n=1)
+    storage = optuna.storages.RDBStorage("sqlite:///s/study.db")
+    assert optuna.load_study(study_name="sweep", storage=storage).direction.name == "MINIMIZE"
+
+
+def test_sampler_and_pruner_are_targets(sweep, capfd):
+    sampler = [
+        "hydra.sweeper.sampler._target_=optuna.samplers.GridSampler",
+        "+hydra.sweeper.sampler.search_space={seed:[4,7],optimizer.lr:[0.1]}",
+    ]
+    pruner = "hydra.sweeper.pruner={_target_:optuna.pruners.ThresholdPruner,lower:0.5}"
+
+    def work(folder: Path) -> int:
+        config = OmegaConf.load(folder / ".hydra/config.yaml")
+        row = {"epoch": 1, "val/acc": config.seed / 10}
+        write_csv(folder / "metrics.csv", [row, row | {"epoch": 2}])
+        return complete(folder)
+
+    status, _ = search(sweep, *sampler, pruner, n=5, work=work)
+    found = {params["seed"]: (state, value) for state, params, value in trials()}
+    assert (status, found) == (0, {4: ("PRUNED", 0.4), 7: ("COMPLETE", 0.7)})
+    assert "pruned after epoch 1" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("word", "expected"),
+    [
+        ("a=choice(1,x,true)", CategoricalDistribution([1, "x", True])),
+        ("a=1,2.5", CategoricalDistribution([1, 2.5])),
+        ("a=[1,2],[3]", CategoricalDistribution(["[1,2]", "[3]"])),
+        ("a=range(1,8)", IntDistribution(1, 8)),
+        ("a=range(1,8,step=2)", IntDistribution(1, 7, step=2)),
+        ("a=tag(log,range(1,8))", IntDistribution(1, 8, log=True)),
+        ("a=range(0.5,2,step=0.5)", FloatDistribution(0.5, 2, step=0.5)),
+        ("a=interval(1,8)", FloatDistribution(1, 8)),
+        ("a=tag(log,interval(0.01,1))", FloatDistribution(0.01, 1, log=True)),
+        ("a=tag(int,interval(1,8))", IntDistribution(1, 8)),
+        ("a=tag(int,log,interval(1,8))", IntDistribution(1, 8, log=True)),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:The distribution is specified by")  # 8 is not 1 + 2 n
+def test_words_mean_what_they_mean_to_the_plugin(word, expected):
+    [override] = OverridesParser.create().parse_overrides([word])
+    found = distribution(override)
+    assert found == expected
+    assert [*map(type, getattr(found, "choices", ()))] == [
+        *map(type, getattr(expected, "choices", ()))
+    ]
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("optimizer.lr=interval(1,0)", "optimizer.lr=interval(1,0): "),
+        ("optimizer.lr=tag(log,interval(0,1))", "optimizer.lr=tag(log,interval(0,1)): "),
+        ("hydra/sweeper=optuna", "Nothing to search"),
+        ("hydra.sweeper.n_trials=x", "n_trials"),
+        ("hydra.sweeper.pruner={_target_:optuna.pruners.Nope}", "Nope"),
+    ],
+)
+def test_what_cannot_be_searched_is_refused_and_leaves_nothing(sweep, word, message):
+    own = [] if "hydra/sweeper" in word else ["hparams_search=optuna"]
+    with pytest.raises(UserError, match=re.escape(message)):
+        sweep("-m", *own, "hydra.sweep.dir=s", word)
+    assert not Path("s").exists()
+
+
+def test_a_study_is_not_mixed_with_another_sweep(sweep):
+    sweep("-m", "seed=0,1", "hydra.sweep.dir=s")
+    with pytest.raises(UserError, match="s holds another sweep"):
+        search(sweep)
+
+
+@pytest.mark.slow
+def test_a_job_that_falls_behind_is_ended(command, tmp_path):
+    """It would never end by itself."""
+    pruner = "hydra.sweeper.pruner={_target_:optuna.pruners.ThresholdPruner,lower:2}"
+    words = [
+        "trainer.max_steps=-1",
+        "trainer.max_epochs=100000",
+        "seed=range(0,9)",
+        "trainer.devices=2",
+    ]
+    own = [
+        "hparams_search=optuna",
+        "hydra.sweeper.n_trials=1",
+        pruner,
+        f"hydra.sweep.dir={tmp_path}/s",
+    ]
+    done = command("python", "train.py", *TINY, *words, *own)
+    assert done.returncode == 0, done.stderr
+    assert "pruned after epoch 1" in done.stdout
+    assert [state for state, _, _ in trials(f"{tmp_path}/s")] == ["PRUNED"]
+    assert outcome(tmp_path / "s/0")["status"] == "preempted"
+
+
+# Several at once
+
+
+def busy(cfg: Any, folder: Path) -> dict[str, Any]:
+    """Leaves what this job has for itself, and when; long enough to meet the others."""
+    began = time.monotonic()
+    threading.Event().wait(0.5)
+    names = "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS"
+    own = {name: os.environ.get(name) for name in names}
+    return {**own, "threads": torch.get_num_threads(), "span": [began, time.monotonic()]}
+
+
+def at_once(folder: Path, count: int, devices: list[Any], share: Share) -> list[dict[str, Any]]:
+    """Runs a job for each of `devices`; their results."""
+    for number, value in enumerate(devices):
+        (folder / str(number) / ".hydra").mkdir(parents=True)
+        where = "trainer.accelerator=auto", f"trainer.devices={value}"
+        config = composed("experiment=quickstart", *where)
+        OmegaConf.save(config, folder / str(number) / ".hydra/config.yaml")
+    folders = iter([folder / str(number) for number in range(len(devices))])
+
+    def work(job: Path) -> int:
+        run(job, busy, share)
+        return 0
+
+    assert run_at_once(folders, count, work) == 0
+    return [outcome(folder / str(number)) for number in range(len(devices))]
+
+
+def test_jobs_at_once_get_gpus_of_their_own_and_wait_where_there_are_too_few(tmp_path, monkeypatch):
+    """Pretended ones: the ranks train on CPUs."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "a,b,c")
+    share = Share(4, tmp_path / "leases")
+    found = at_once(tmp_path, 4, [2, 1, 2, 1, "[1]"], share)
+    assert {results["status"] for results in found} == {"complete"}
+    held = [{*results["CUDA_VISIBLE_DEVICES"].split(",")} for results in found]
+    assert [len(gpus) for gpus in held] == [2, 1, 2, 1, 3]
+    held[4] = {"b"}  # a list names some of all, so all are visible
+    spans = [results["span"] for results in found]
+    together = 0
+    for (one, a), (other, b) in itertools.combinations(zip(held, spans, strict=True), 2):
+        if a[0] < b[1] and b[0] < a[1]:
+            together += 1
+            assert not one & other
+    assert together
+
+
+def test_jobs_at_once_share_the_cores(tmp_path, monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    monkeypatch.setattr(parallel, "num_cores", lambda: 8)
+    share = Share(2, tmp_path / "leases")
+    with share(composed("trainer.devices=2").trainer, 2) as environment:
+        assert environment == {"OMP_NUM_THREADS": "2"}
+    [one, _] = at_once(tmp_path, 2, [1, 1], share)
+    assert (one["OMP_NUM_THREADS"], one["threads"]) == ("4", 4)
+
+
+def test_a_crash_leaks_no_lease(tmp_path):
+    """A process that holds two of three GPUs is killed while another waits for two."""
+    code = """
+        import sys, time
+        from pathlib import Path
+        from project.parallel import Share
+        with Share(1, Path(sys.argv[1])).leased(["0", "1", "2"], 2) as held:
+            print(*held, flush=True)
+            time.sleep(60)
+    """
+    words = [sys.executable, "-c", textwrap.dedent(code), str(tmp_path)]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "0 1\n"
+        leased = Share(1, tmp_path).leased
+        with leased(["0", "1", "2"], 1) as held:
+            assert held == ["2"]
+        threading.Timer(0.5, process.kill).start()
+        with leased(["0", "1", "2"], 2) as held:
+            assert process.poll() is not None or process.wait(1) == -9
+            assert held in (["0", "2"], ["0", "1"])
+
+
+def test_who_waits_for_a_gpu_can_be_stopped(tmp_path, monkeypatch):
+    monkeypatch.setattr(signals, "_request", signal.SIGTERM)
+    leased = Share(1, tmp_path).leased
+    with leased(["0"], 1), pytest.raises(Preempted), leased(["0"], 1):
+        pass
+
+
+@pytest.mark.slow
+def test_jobs_at_once_give_the_bits_of_jobs_in_turn(watched, command, tmp_path):
+    words = ["seed=0,1,2", "trainer.devices=2,3", f"hydra.sweep.dir={tmp_path}/sweep"]
+    at_once = ["hydra/launcher=joblib", "hydra.launcher.n_jobs=2"]
+    done = command("python", "train.py", "-m", *TINY, *words, *at_once)
+    assert (done.returncode, done.stderr) == (0, "")
+    for number in range(6):
+        serial = watched.folder / str(4 * (number // 2) + 1 + number % 2)
+        assert differences(tmp_path / f"sweep/{number}", serial) == []
+    assert "epoch 1" not in done.stdout  # of which job would it be?
+    assert "epoch 1" in (tmp_path / "sweep/0/train.log").read_text()
+
+
 # With ranks: failures, stops, going on
 
 
@@ -379,13 +653,20 @@ def test_resume_completes_the_sweep_in_the_bits_of_undisturbed_jobs(troubled, co
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("devices", [1, 2])
-def test_ctrl_c_stops_the_job_within_ten_seconds_and_starts_no_other(start, tmp_path, devices):
+@pytest.mark.parametrize("at_once", [1, 2])
+def test_ctrl_c_stops_what_runs_within_ten_seconds_and_starts_no_other(start, tmp_path, at_once):
     folder = tmp_path / "sweep"
-    words = ["seed=0,1", "trainer.max_steps=-1", "trainer.max_epochs=100000"]
-    more = [f"trainer.devices={devices}", f"hydra.sweep.dir={folder}"]
+    words = ["seed=0,1,2", "trainer.max_steps=-1", "trainer.max_epochs=100000"]
+    more = [
+        "hydra/launcher=joblib",
+        f"hydra.launcher.n_jobs={at_once}",
+        f"hydra.sweep.dir={folder}",
+    ]
     with start("python", "train.py", "-m", *TINY, *words, *more, apart=True) as process:
-        assert any("epoch 2" in line for line in process.stdout)
+        until = time.monotonic() + 60
+        while not all((folder / f"{job}/metrics.csv").exists() for job in range(at_once)):
+            assert time.monotonic() < until
+            time.sleep(0.05)
         began = time.monotonic()
         os.killpg(process.pid, signal.SIGINT)  # as a terminal does
         os.killpg(process.pid, signal.SIGINT)
@@ -393,13 +674,14 @@ def test_ctrl_c_stops_the_job_within_ten_seconds_and_starts_no_other(start, tmp_
         output, errors = process.communicate(timeout=20)
     assert time.monotonic() - began < 10
     assert process.returncode == 130, errors
-    results = outcome(folder / "0")
-    assert results["status"] == "preempted"
-    assert re.match(r"stopped by SIGINT at step \d+, saved", results["reason"])
-    assert not (folder / "1/ranks").exists()
-    assert "preempted" in output
+    for job in range(at_once):
+        results = outcome(folder / str(job))
+        assert results["status"] == "preempted"
+        assert re.match(r"stopped by SIGINT at step \d+, saved", results["reason"])
+    assert not (folder / f"{at_once}/ranks").exists()
+    assert output.count("preempted") == 2 * at_once
     lines = errors.splitlines()
     assert lines[-1].startswith(
         "train.py: the sweep has stopped. Go on with: python train.py resume="
     )
-    assert len(lines) == 2
+    assert len(lines) == at_once + 1

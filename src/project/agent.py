@@ -58,12 +58,11 @@ def attended(work: Callable[[], T]) -> T:
         if number := events.get():
             told, patient_until = set(), time.monotonic() + PATIENCE
             while not future.done():
-                for pid in _alive() - told:
-                    _send(pid, number)
-                    told.add(pid)
+                new = _pids(*_folders) - told
+                told |= new
+                _send(new, number)
                 if time.monotonic() > patient_until:
-                    for pid in _alive():
-                        _send(pid, signal.SIGKILL)
+                    _send(_pids(*_folders), signal.SIGKILL)
                 with contextlib.suppress(queue.Empty):
                     events.get(timeout=0.1)
     return future.result()
@@ -133,18 +132,24 @@ def _run_ranks(
     raise (has_reported and first_failure(folder)) or died
 
 
-def _alive() -> set[int]:
-    """Process ids of the ranks of all jobs."""
+def stop_ranks(folder: Path, number: int) -> None:
+    """Asks the ranks of one job to stop, by a signal."""
+    _send(_pids(folder), number)
+
+
+def _pids(*folders: Path) -> set[int]:
+    """Process ids of the ranks that work in run folders."""
     pids = set()
-    for path in [path for folder in _folders for path in folder.glob("ranks/*.pid")]:
+    for path in [path for folder in folders for path in folder.glob("ranks/*.pid")]:
         with contextlib.suppress(FileNotFoundError, ValueError):  # it ends, or just begins
             pids.add(int(path.read_text()))
     return pids
 
 
-def _send(pid: int, number: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, number)
+def _send(pids: set[int], number: int) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
 
 
 @contextlib.contextmanager

@@ -76,6 +76,8 @@ def reason(error: Exception, main: Callable[..., Any] | None = None) -> str:
         first, more = " ".join(str(error).split()), []
     if isinstance(error, OverrideParseException) and error.override not in first:
         first = f"{error.override}: {first}"
+    if "requires --multirun" in first:  # hydra.mode=MULTIRUN is passed over where a value is wrong
+        first += ". If hparams_search asks for it, a word about the sweep is wrong: -m says which"
     wrong = re.search(r"Could not (?:override|delete) '([^'=]+)", first)
     near = _nearest_key(main, wrong[1]) if main and wrong else ""
     return f"{first}{near or ' '.join(['', *more[:1]])}"

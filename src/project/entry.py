@@ -4,7 +4,7 @@ import functools
 import inspect
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +19,12 @@ from project.cli import closing_table, explained, open_streams, quoted
 from project.errors import Preempted, RankFailed, UserError
 from project.folder import in_use, read_results, shown
 from project.launch import run, run_in_place
+from project.parallel import Share
 from project.rank import Train
 from project.resume import is_sweep, resumed, take_up, take_up_sweep
+from project.search import OptunaSweeper
 from project.secret import hidden
-from project.sweeper import register
+from project.sweeper import GridSweeper, register
 
 
 def start(main: Callable[..., Any], train: Train) -> None:
@@ -32,7 +34,7 @@ def start(main: Callable[..., Any], train: Train) -> None:
     """
     open_streams()
     signals.granted_at_once()
-    register(functools.partial(_work, train=train))
+    register([GridSweeper, OptunaSweeper], functools.partial(_work, train=train))
     try:
         with explained(main):
             _start(main, train)
@@ -45,6 +47,7 @@ def start(main: Callable[..., Any], train: Train) -> None:
     except Preempted as stopped:  # while nothing runs yet, or a rank under an outside torchrun
         sys.exit(_status(stopped))
     finally:
+        signals.ignored_once_asked()
         end_fork_server()
 
 
@@ -97,21 +100,21 @@ def _end(status: int) -> None:
         sys.exit(status)
 
 
-def _work(folder: Path, train: Train, environment: Mapping[str, str] | None = None) -> int:
+def _work(folder: Path, train: Train, share: Share | None = None) -> int:
     with in_use(folder):
-        return _report(folder, train, environment=environment)
+        return _report(folder, train, share=share)
 
 
 def _report(
     folder: Path,
     train: Train,
     undo: Callable[[], None] = lambda: None,
-    environment: Mapping[str, str] | None = None,
+    share: Share | None = None,
 ) -> int:
     """Runs the job in `folder`, the one place where errors become messages; its exit status."""
     print(f"run folder {shown(folder)}", flush=True)
     try:
-        results = run(folder, train, environment)
+        results = run(folder, train, share)
     except UserError as error:
         undo()
         print(hidden(f"train.py: {error}"), file=sys.stderr)

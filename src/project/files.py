@@ -68,6 +68,14 @@ def write_csv(path: Path, rows: list[dict[str, Any]]) -> None:
     write_bytes(path, text.getvalue().encode())
 
 
+def read_csv(path: Path) -> list[dict[str, str]]:
+    """The rows of a CSV file, none if it is not there."""
+    if not path.exists():
+        return []
+    with path.open(newline="") as file:
+        return [*csv.DictReader(file)]
+
+
 def link_atomically(source: Path, target: Path) -> None:
     """Makes `target` the same file as `source`, atomically; files are replaced, never changed."""
     if target.exists() and target.samefile(source):

@@ -7,7 +7,7 @@ agent start the ranks from a fork server, waits for them and reports.
 import itertools
 import os
 import sys
-from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -30,13 +30,14 @@ from project.failure import (
 )
 from project.files import write_json
 from project.folder import read_results
+from project.parallel import Share
 from project.rank import Train, run_rank
 from project.schema import check_knobs
 from project.secret import hidden, hide
 from project.stored import take_up_config
 
 
-def run(folder: Path, train: Train, environment: Mapping[str, str] | None = None) -> dict[str, Any]:
+def run(folder: Path, train: Train, share: Share | None = None) -> dict[str, Any]:
     """Trains the run in `folder` on as many ranks as its config says.
 
     A folder with a checkpoint goes on, one with complete results returns them, an empty one begins.
@@ -44,7 +45,7 @@ def run(folder: Path, train: Train, environment: Mapping[str, str] | None = None
 
     Args:
         train: the program of each rank.
-        environment: variables that only its ranks get, when several jobs run at once.
+        share: what the ranks get of the machine, if other jobs run at the same time.
 
     Returns:
         the content of `results.json`, with status "complete".
@@ -70,7 +71,7 @@ def run(folder: Path, train: Train, environment: Mapping[str, str] | None = None
         check_knobs(cfg)
         if not cfg.fit:
             take_up_config(cfg, folder)
-        _launch(folder, train, cfg, environment)
+        _launch(folder, train, cfg, share)
         results = read_results(folder)
         if results.get("status") != "complete":
             raise RankFailed("the ranks ended in order, but without results")
@@ -89,13 +90,15 @@ def run(folder: Path, train: Train, environment: Mapping[str, str] | None = None
     return results
 
 
-def _launch(folder: Path, train: Train, cfg: Any, environment: Mapping[str, str] | None) -> None:
+def _launch(folder: Path, train: Train, cfg: Any, share: Share | None) -> None:
     """Runs the ranks where config and environment say; afresh if they die."""
     num_ranks = num_local_ranks(cfg.trainer)
     if dist.is_torchelastic_launched():
         check_world(num_ranks, cfg.trainer)
         outside.announce(folder)
         return run_in_place(folder, train, outside.store())
+    if cfg.launch.inplace and share:
+        raise UserError("launch.inplace trains in this process, one job of a sweep at a time.")
     if cfg.launch.inplace:
         return _run_alone(folder, train, num_ranks)
     if cfg.trainer.num_nodes > 1:
@@ -103,7 +106,8 @@ def _launch(folder: Path, train: Train, cfg: Any, environment: Mapping[str, str]
     first = next_attempt(folder)
     for attempt in itertools.count(first):
         try:
-            return run_ranks(folder, train, num_ranks, attempt, environment)
+            with share(cfg.trainer, num_ranks) if share else nullcontext() as environment:
+                return run_ranks(folder, train, num_ranks, attempt, environment)
         except RankFailed as error:
             if preempted(folder) or attempt - first >= cfg.launch.max_restarts:
                 raise

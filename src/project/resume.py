@@ -106,6 +106,8 @@ def take_up_sweep(folder: Path, words: list[str], groups: Path) -> list[str]:
         raise UserError(f"{folder / 'multirun.yaml'} is damaged.") from None
     words = [word for word in words if not _is_resume(word)]
     values = [word for word in words if not word.startswith("hydra")]
+    if values and (folder / "study.db").exists():
+        raise UserError(f"{values[0]}: the trials of a study are compared under one config.")
     parsed = OverridesParser.create().parse_overrides(then)
     swept = {override.key_or_group for override in parsed if override.is_sweep_override()}
     swept |= {*(sweep.hydra.sweeper.params or {})}

@@ -24,6 +24,16 @@ def granted_at_once() -> None:
         signal.signal(number, _at_once)
 
 
+def ignored_once_asked() -> None:
+    """A process that was asked to stop ends as it said, whatever it is asked at the last moment.
+
+    Python gives signals their default action back when it ends, but leaves alone what is ignored.
+    """
+    if _request:
+        for number in signal.SIGTERM, signal.SIGINT:
+            signal.signal(number, signal.SIG_IGN)
+
+
 @contextlib.contextmanager
 def received(receive: Callable[[int], object]) -> Iterator[None]:
     """For the process that launches, while ranks run: the first request is what `receive` gets."""

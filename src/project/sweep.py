@@ -4,7 +4,7 @@ A table on the console, the same in `sweep.csv`, pictures in `sweep.png`, the be
 """
 
 import argparse
-import csv
+import contextlib
 import math
 import shlex
 import statistics
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from omegaconf import OmegaConf
 
 from project.errors import UserError
-from project.files import write_csv
+from project.files import read_csv, write_csv
 from project.folder import is_in_use, read_results, shown
 
 METRICS = ("val/acc", "val/loss", "test/acc", "test/loss")
@@ -78,8 +78,7 @@ class Sweep:
         self.swept = [key for key in keys if len({job.values.get(key) for job in self.jobs}) > 1]
         config: Any = OmegaConf.load(folder / "multirun.yaml")
         self.metric = config.optimized_metric
-        direction = config.hydra.sweeper.get("direction")
-        self.maximize = direction == "maximize" or not (direction or self.metric.endswith("loss"))
+        self.maximize = is_maximized(self.metric, config.hydra.sweeper.get("direction"))
 
     def score(self, job: Job) -> float:
         """The metric of a job; NaN if it is not complete, or did not measure it."""
@@ -100,6 +99,11 @@ class Sweep:
                 by_seed = found.setdefault(tuple(job.values.get(key, "") for key in keys), {})
                 by_seed.setdefault(job.values.get("seed", ""), score)
         return found
+
+
+def is_maximized(metric: str, direction: str | None) -> bool:
+    """Whether more of a metric is better: as `direction` says, else by the metric's name."""
+    return not metric.endswith("loss") if direction is None else direction == "maximize"
 
 
 def spread(values: Sequence[float]) -> tuple[float, float]:
@@ -149,13 +153,16 @@ def _last_words(sweep: Sweep) -> Iterable[str]:
             yield f"{of}: {where}" if where else of
     if best := sweep.best():
         yield f"best: job {best.number}, {sweep.metric} {sweep.score(best):.4f}"
-        yield f"  again with: python train.py {shlex.join(best.words)}"
+        single = ["hydra.mode=RUN"] if "hparams_search" in best.values else []  # no search again
+        yield f"  again with: python train.py {shlex.join([*best.words, *single])}"
     else:
         yield f"no complete job has {sweep.metric} (optimized_metric)"
     yield f"{shown(sweep.folder / 'sweep.csv')} {shown(sweep.folder / 'sweep.png')}"
 
 
 def _table(rows: list[dict[str, Any]]) -> Iterable[str]:
+    if not rows:
+        return
     cells = [[*rows[0]], *([_cell(name, row[name]) for name in row] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     for line in cells:
@@ -163,19 +170,18 @@ def _table(rows: list[dict[str, Any]]) -> Iterable[str]:
 
 
 def _cell(name: str, value: Any) -> str:
-    if not isinstance(value, float):
-        return "" if value is None else str(value)
-    return f"{value:.1f}" if name == "seconds" else f"{value:.4f}"
+    if isinstance(value, float):
+        return f"{value:.1f}" if name == "seconds" else f"{value:.4f}"
+    if isinstance(value, str) and len(value) > 10:
+        with contextlib.suppress(ValueError):
+            return f"{float(value):.4g}"  # of a search
+    return "" if value is None else str(value)
 
 
 def _read(folder: Path) -> Job:
     words: Any = OmegaConf.load(folder / ".hydra" / "overrides.yaml")
-    results, path = read_results(folder), folder / "metrics.csv"
-    history = []
-    if path.exists():
-        with path.open(newline="") as file:
-            rows = csv.DictReader(file)
-            history = [{name: float(text or "nan") for name, text in row.items()} for row in rows]
+    results, rows = read_results(folder), read_csv(folder / "metrics.csv")
+    history = [{name: float(text or "nan") for name, text in row.items()} for row in rows]
     if is_in_use(folder):
         status = "running"
     elif results:

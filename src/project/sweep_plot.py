@@ -38,13 +38,13 @@ def _against(sweep: Sweep, key: str, axes: Any) -> None:
     for (value, *rest), by_seed in sweep.scores(key, *others).items():
         lines.setdefault(tuple(rest), {})[value] = spread([*by_seed.values()])
     places = _places(list(dict.fromkeys(job.values.get(key, "") for job in sweep.jobs)))
+    is_grid = any(len(points) > 1 for points in lines.values())
     for values, points in lines.items():
         xs = sorted(points, key=lambda value: places[value])
         means, deviations = zip(*(points[x] for x in xs), strict=True)
         label = ", ".join(f"{n}={v}" for n, v in zip(others, values, strict=True))
-        axes.errorbar(
-            [places[x] for x in xs], means, deviations, marker="o", capsize=3, label=label
-        )
+        look = {"marker": "o", "capsize": 3, **({"label": label} if is_grid else {"color": "C0"})}
+        axes.errorbar([places[x] for x in xs], means, deviations, **look)
     if key == "seed" and lines:
         mean, deviation = spread([score for score, _ in lines[()].values()])
         axes.axhspan(mean - deviation, mean + deviation, alpha=0.15)

@@ -5,27 +5,30 @@ changes none of its jobs.
 """
 
 import contextlib
+import random
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.core.plugins import Plugins
-from hydra.core.utils import _save_config
 from hydra.plugins.sweeper import Sweeper
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from project.cli import MISTAKES, quoted, reason
+from project.devices import num_cores
 from project.errors import Preempted, UserError
-from project.files import write_json
+from project.files import write_bytes, write_json
 from project.folder import in_use, read_results, shown
+from project.parallel import Share, run_at_once
 from project.sweep import summarise
 
-Job = tuple[Path, Sequence[str]]  # its folder, its words
+Job = tuple[Path, list[str]]  # its folder, its words
 
 
 class GridSweeper(Sweeper):
@@ -37,7 +40,7 @@ class GridSweeper(Sweeper):
         resume: go on with the sweep in the folder.
     """
 
-    work: Callable[[Path], int]  # runs the job in a folder; its exit status
+    work: Callable[..., int]  # runs the job in a folder, with its share; its exit status
 
     def __init__(
         self,
@@ -93,11 +96,13 @@ class GridSweeper(Sweeper):
 
     def _check(self) -> None:
         hydra = self._config.hydra
+        self._at_once = _num_at_once(hydra.launcher)
         if dist.is_torchelastic_launched():
             raise UserError("A sweep starts ranks of its own: python train.py -m ..., no torchrun.")
         if self.direction not in (None, "maximize", "minimize"):
             raise UserError(f"hydra.sweeper.direction={self.direction}: maximize or minimize.")
-        if OmegaConf.to_container(hydra.sweep)["subdir"] != "${hydra.job.num}":
+        place: Any = OmegaConf.to_container(hydra.sweep)  # unresolved
+        if place["subdir"] != "${hydra.job.num}":
             raise UserError("hydra.sweep.subdir: the folder of a job is its number.")
 
     def jobs(self, folder: Path, overrides: list[Override]) -> Iterator[Job]:
@@ -106,8 +111,9 @@ class GridSweeper(Sweeper):
         Raises:
             Exception: one of MISTAKES, if not one job can be composed.
         """
+        random.seed(0)  # of shuffle(...): a sweep that goes on has the same order
         [combinations] = BasicSweeper.split_arguments(overrides, None)
-        jobs = [(folder / str(number), words) for number, words in enumerate(combinations)]
+        jobs: list[Job] = [(folder / str(n), words) for n, words in enumerate(combinations)]
         self.num_jobs = len(jobs)
         new = {job: self.composed(job, words) for job, words in jobs if not is_composed(job)}
         errors = [config for config in new.values() if isinstance(config, Exception)]
@@ -135,25 +141,25 @@ class GridSweeper(Sweeper):
     def write(self, job: Path, words: Sequence[str], config: DictConfig | Exception) -> None:
         """Writes what Hydra writes for a job; or why it cannot be."""
         where = job / ".hydra"
-        _save_config(OmegaConf.create([*words]), "overrides.yaml", where)
+        where.mkdir(parents=True, exist_ok=True)
+        OmegaConf.save([*words], where / "overrides.yaml")
         if isinstance(config, Exception):
             write_json(job / "results.json", {"status": "failed", "reason": reason(config)})
             return
-        hydra = OmegaConf.create({"hydra": config.hydra})
-        _save_config(hydra, "hydra.yaml", where)
+        OmegaConf.save(OmegaConf.create({"hydra": config.hydra}), where / "hydra.yaml")
         with open_dict(config), read_write(config):
             del config["hydra"]
-        _save_config(config, "config.yaml", where)  # last: with it the job is there
+        write_bytes(where / "config.yaml", OmegaConf.to_yaml(config).encode())  # now it is there
 
     def run(self, jobs: Iterator[Job]) -> int:
-        """Runs jobs in turn; 0, or the status with which a request to stop ended one."""
-        for job, words in jobs:
-            status = self.run_one(job, words)
-            if status >= 128:
-                return status
-        return 0
+        """Runs all jobs; 0, or the status with which a request to stop ended one."""
+        if self._at_once > 1:
+            share = Share(self._at_once)
+            return run_at_once(jobs, self._at_once, lambda job: self.run_one(*job, share))
+        statuses = (self.run_one(*job) for job in jobs)
+        return next((status for status in statuses if status >= 128), 0)
 
-    def run_one(self, job: Path, words: Sequence[str]) -> int:
+    def run_one(self, job: Path, words: Sequence[str], share: Share | None = None) -> int:
         """Runs a job, unless it is complete or cannot be composed; its exit status."""
         own = [word for word in words if word.partition("=")[0] in self._swept]
         print(f"job {job.name} of {self.num_jobs}: {' '.join(own or words)}", flush=True)
@@ -165,7 +171,7 @@ class GridSweeper(Sweeper):
             print(f"train.py: {results['reason']}", file=sys.stderr)
             return 1
         try:
-            return type(self).work(job)
+            return type(self).work(job, share=share)
         except UserError as error:  # its folder is in use
             print(f"train.py: {error}", file=sys.stderr)
             return 1
@@ -176,15 +182,26 @@ def is_composed(job: Path) -> bool:
     return (job / ".hydra" / "config.yaml").exists()
 
 
-def register(work: Callable[[Path], int]) -> None:
+def _num_at_once(launcher: DictConfig) -> int:
+    if launcher.get("_target_", "").endswith("BasicLauncher"):
+        return 1
+    count = launcher.get("n_jobs")
+    if not isinstance(count, int) or (count < 1 and count != -1):
+        raise UserError(f"hydra.launcher.n_jobs={count}: a number of jobs, or -1 (joblib, basic).")
+    return (torch.cuda.device_count() or num_cores()) if count == -1 else count
+
+
+def register(sweepers: Sequence[type[GridSweeper]], work: Callable[..., int]) -> None:
     """Tells Hydra of our sweepers, and them of what a job is.
 
     Hydra takes plugins from its namespace package hydra_plugins only (Plugins._instantiate), which
     all projects of an environment share; ours stay in the package that they are for.
     """
-    sweepers = {f"{sweeper.__module__}.{sweeper.__name__}": sweeper for sweeper in (GridSweeper,)}
+    names = [f"{sweeper.__module__}.{sweeper.__name__}" for sweeper in sweepers]
     known = Plugins.is_in_toplevel_plugins_module
-    Plugins.is_in_toplevel_plugins_module = staticmethod(lambda n: n in sweepers or known(n))
-    GridSweeper.work = staticmethod(work)
-    for sweeper in sweepers.values():
+    Plugins.is_in_toplevel_plugins_module = staticmethod(  # type: ignore[method-assign]
+        lambda clazz: clazz in names or known(clazz)
+    )
+    for sweeper in sweepers:
+        sweeper.work = staticmethod(work)
         Plugins.instance().register(sweeper)

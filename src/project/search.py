@@ -1,0 +1,243 @@
+"""A search by Optuna: jobs come from a study in the sweep's folder, and their metric goes to it.
+
+The words are those of the plugin hydra-optuna-sweeper, whose releases want Optuna 2.
+"""
+
+import contextlib
+import functools
+import pickle
+import signal
+import sqlite3
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hydra.core.override_parser.types import Override, Transformer
+from hydra.utils import instantiate
+from omegaconf import DictConfig
+
+from project.agent import stop_ranks
+from project.errors import UserError
+from project.files import read_csv, write_bytes, write_json
+from project.folder import read_results
+from project.parallel import Share
+from project.sweep import is_maximized
+from project.sweeper import GridSweeper, Job, is_composed
+
+if TYPE_CHECKING:
+    import optuna
+
+SECONDS_BETWEEN = 0.2  # two looks at a job's metrics, for the pruner
+
+
+class OptunaSweeper(GridSweeper):
+    """As many jobs as a study asks for; a job's number is its trial's.
+
+    Args:
+        n_trials: of the study in all, those that it has from earlier calls included.
+        sampler: a config of a sampler of Optuna.
+        pruner: a config of a pruner, None: no job is ended early.
+    """
+
+    def __init__(
+        self,
+        n_trials: int,
+        sampler: DictConfig | None = None,
+        pruner: DictConfig | None = None,
+        **others: Any,
+    ) -> None:
+        super().__init__(**others)
+        self.num_jobs, self.sampler, self.pruner = n_trials, sampler, pruner
+        self._is_done = False
+
+    def jobs(self, folder: Path, overrides: list[Override]) -> Iterator[Job]:
+        """Interrupted jobs of the study in `folder`, then new ones, asked for one by one.
+
+        Raises:
+            UserError: Optuna is not installed, or the folder holds another sweep.
+        """
+        try:
+            import optuna
+        except ImportError:
+            raise UserError('Optuna is not installed: pip install -e ".[optuna]"') from None
+        path = folder / "study.db"
+        if (folder / "multirun.yaml").exists() and not path.exists():
+            raise UserError(f"{folder} holds another sweep. Choose another folder.")
+        if not isinstance(self.num_jobs, int) or self.num_jobs < 1:
+            raise UserError(f"hydra.sweeper.n_trials={self.num_jobs} must be a number from 1.")
+        self.metric = self._config.optimized_metric
+        if self.pruner and self.metric.startswith("test/"):
+            raise UserError(f"optimized_metric={self.metric}: a pruner needs one of each epoch.")
+        fixed = {
+            o.get_key_element(): o.get_value_element_as_str()
+            for o in overrides
+            if not o.is_sweep_override()
+        }
+        space = {o.get_key_element(): distribution(o) for o in overrides if o.is_sweep_override()}
+        if not space:
+            raise UserError(
+                "Nothing to search. Give values, such as 'optimizer.lr=interval(0.1,1)'"
+            )
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        self._sampler_path = folder / "sampler.pkl"
+        # By a function and not by a URL, in which a path may mean something else.
+        connect = functools.partial(sqlite3.connect, path, timeout=60, check_same_thread=False)
+        sampler = self._sampler()
+        pruner = instantiate(self.pruner) if self.pruner else optuna.pruners.NopPruner()
+        folder.mkdir(parents=True, exist_ok=True)
+        self._study = optuna.create_study(
+            study_name="sweep",
+            storage=optuna.storages.RDBStorage("sqlite:///", {"creator": connect}),
+            load_if_exists=True,
+            sampler=sampler,
+            pruner=pruner,
+            direction="maximize" if is_maximized(self.metric, self.direction) else "minimize",
+        )
+        return self._asked(folder, fixed, space)
+
+    def _sampler(self) -> "optuna.samplers.BaseSampler | None":
+        """As it was after its latest suggestion, so that a study goes on as if undisturbed.
+
+        That is how Optuna's FAQ has it ("How can I save and resume studies?").
+        """
+        new = instantiate(self.sampler) if self.sampler else None
+        if self._sampler_path.exists():
+            earlier = pickle.loads(self._sampler_path.read_bytes())
+            if new is None or type(earlier) is type(new):
+                return earlier
+        return new
+
+    def _num_trials(self) -> int:
+        return len(self._study.get_trials(deepcopy=False))
+
+    def _asked(self, folder: Path, fixed: dict[str, str], space: dict[str, Any]) -> Iterator[Job]:
+        import optuna
+
+        running = self._study.get_trials(states=[optuna.trial.TrialState.RUNNING])
+        while running or (not self._is_done and self._num_trials() < self.num_jobs):
+            if running:
+                trial: Any = running.pop(0)
+            else:
+                try:
+                    trial = self._study.ask(space)
+                except ValueError as error:
+                    raise UserError(f"hydra.sweeper.sampler: {error}") from error
+                write_bytes(self._sampler_path, pickle.dumps(self._study.sampler))
+            job = folder / str(trial.number)
+            values = fixed | {key: str(value) for key, value in trial.params.items()}
+            words = [f"{key}={value}" for key, value in values.items()]
+            if not is_composed(job):
+                self.write(job, words, self.composed(job, words))
+            yield job, words
+
+    def run_one(self, job: Path, words: Sequence[str], share: Share | None = None) -> int:
+        """Runs a trial, and tells the study what came of it."""
+        import optuna
+
+        number, state = int(job.name), optuna.trial.TrialState
+        with self._pruned(job) as epochs:
+            status = super().run_one(job, words, share)
+        results = read_results(job)
+        value = results.get(self.metric)
+        if epochs:
+            reason = f"pruned after epoch {epochs[0]}"
+            print(f"job {number} {reason}", flush=True)
+            write_json(
+                job / "results.json", {"status": "preempted", "reason": reason, "signal": 15}
+            )
+            self._tell(number, state=state.PRUNED)
+            return 0
+        if status >= 128:
+            return status  # its trial goes on when the study does
+        if results.get("status") != "complete" or value is None:
+            self._tell(number, state=state.FAIL)
+        else:
+            self._tell(number, value)
+        return status
+
+    def _tell(self, number: int, *value: float, **state: Any) -> None:
+        try:
+            self._study.tell(number, *value, **state)
+        except RuntimeError as error:
+            # How samplers of a finite grid say that it is done; the trial has been told.
+            # https://github.com/optuna/optuna/issues/5141
+            if "Study.stop" not in str(error):
+                raise
+            self._is_done = True
+
+    @contextlib.contextmanager
+    def _pruned(self, job: Path) -> Iterator[list[int]]:
+        """Shows the pruner each epoch of a job, which it may end; the epoch of that verdict.
+
+        All epochs count, also those that the job trains meanwhile, so that the verdict does not
+        depend on the time at which somebody looks.
+        """
+        verdict: list[int] = []
+        if self.pruner is None:
+            yield verdict
+            return
+        import optuna
+
+        [frozen] = [t for t in self._study.get_trials(deepcopy=False) if t.number == int(job.name)]
+        trial, ended = optuna.trial.Trial(self._study, frozen._trial_id), threading.Event()
+        seen = set(frozen.intermediate_values)
+
+        def look() -> None:
+            for row in read_csv(job / "metrics.csv"):
+                epoch, text = int(row["epoch"]), row.get(self.metric)
+                if epoch not in seen and text and not verdict:
+                    seen.add(epoch)
+                    trial.report(float(text), epoch)
+                    if trial.should_prune():
+                        verdict.append(epoch)
+
+        def watch() -> None:
+            while not ended.wait(SECONDS_BETWEEN):
+                look()
+                if verdict:
+                    stop_ranks(job, signal.SIGTERM)
+                    return
+
+        watcher = threading.Thread(target=watch)
+        watcher.start()
+        try:
+            yield verdict
+        finally:
+            ended.set()
+            watcher.join()
+        look()
+
+
+def distribution(override: Override) -> "optuna.distributions.BaseDistribution":
+    """What the values of a word are for Optuna, as the plugin reads them.
+
+    choice(a, b) and a,b are categories; range(1, 8, step=2) are numbers from 1 to 8 (both may be
+    taken); interval(0.1, 1) is any number in it, an integer with tag(int, ...); tag(log, ...)
+    takes its logarithm. shuffle(...) makes categories.
+
+    Raises:
+        UserError: a range or an interval is empty, or starts where it has no logarithm.
+    """
+    from optuna.distributions import (
+        CategoricalDistribution,
+        FloatDistribution,
+        IntDistribution,
+    )
+
+    sweep: Any = override.value()
+    is_log = "log" in getattr(sweep, "tags", ())
+    try:
+        if override.is_interval_sweep():
+            if "int" in sweep.tags:
+                return IntDistribution(int(sweep.start), int(sweep.end), log=is_log)
+            return FloatDistribution(sweep.start, sweep.end, log=is_log)
+        if override.is_range_sweep() and not sweep.shuffle:
+            numbers = sweep.start, sweep.stop, sweep.step
+            if all(isinstance(number, int) for number in numbers):
+                return IntDistribution(sweep.start, sweep.stop, step=sweep.step, log=is_log)
+            return FloatDistribution(sweep.start, sweep.stop, step=sweep.step, log=is_log)
+        choices: list[Any] = [*override.sweep_iterator(Transformer.encode)]
+        return CategoricalDistribution(choices)
+    except (ValueError, TypeError) as error:
+        raise UserError(f"{override.input_line}: {error}") from None
