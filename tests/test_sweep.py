@@ -26,16 +26,19 @@ from omegaconf import OmegaConf
 from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 from train import main
 
+import project.sweep
 from conftest import REPOSITORY, TINY, outcome
 from laws import composed, differences
 from project import parallel, signals
 from project.cli import explained
 from project.errors import Preempted, UserError
 from project.files import write_csv, write_json
+from project.folder import in_use
 from project.launch import run
 from project.parallel import Share, run_at_once
 from project.resume import resumed, take_up_sweep
-from project.search import OptunaSweeper, distribution
+from project.search import OptunaSweeper
+from project.search_space import distribution
 from project.sweep import Sweep
 from project.sweeper import GridSweeper, register
 
@@ -289,6 +292,52 @@ def test_a_stop_ends_the_sweep_with_its_summary(sweep, capfd):
     words = [line.split()[-1] for line in out.split("epochs")[1].splitlines()[1:4]]
     assert words == ["complete", "preempted", "waiting"]
     assert err == "train.py: the sweep has stopped. Go on with: python train.py resume=s\n"
+
+
+def test_a_request_at_the_last_moment_of_a_job_stops_the_sweep(sweep, monkeypatch):
+    """The job is complete, and no other begins."""
+
+    def work(folder: Path) -> int:
+        monkeypatch.setattr(signals, "_request", signal.SIGINT)
+        return complete(folder)
+
+    assert sweep("-m", "seed=0,1,2", work=work) == (130, ["0"])
+
+
+def test_what_goes_wrong_around_a_job_ends_no_other(sweep, capfd):
+    """Its folder is in use, full, or holds what nobody can read."""
+
+    def work(folder: Path) -> int:
+        if folder.name == "0":
+            raise UserError("in use")
+        if folder.name == "1":
+            raise OSError(28, "No space left on device", "file")
+        if folder.name == "2":
+            (folder / "results.json").write_text("{")
+            return 0
+        return complete(folder)
+
+    status, ran = sweep("-m", "seed=range(4)", "hydra.sweep.dir=s", work=work)
+    assert (status, ran) == (1, [*"0123"])
+    assert [job.status for job in Sweep(Path("s")).jobs] == ["waiting"] * 2 + ["failed", "complete"]
+    out, err = capfd.readouterr()
+    assert "results.json is damaged" in out
+    assert "No space left" in err
+    assert "train.py: failed: 0, 1, 2. Go on" in err
+
+
+def test_the_summary_can_be_asked_for_at_any_time(sweep, monkeypatch, capfd):
+    sweep("-m", "seed=0,1", "hydra.sweep.dir=s")
+    Path("s/1/results.json").unlink()
+    monkeypatch.setattr(sys, "argv", ["project.sweep", "s"])
+    with in_use(Path("s/1")):
+        project.sweep.main()
+    assert capfd.readouterr().out.count("running") == 1
+    project.sweep.main()
+    assert capfd.readouterr().out.count("interrupted") == 1
+    monkeypatch.setattr(sys, "argv", ["project.sweep", "nowhere"])
+    with pytest.raises(SystemExit, match=r"project.sweep: nowhere holds no sweep"):
+        project.sweep.main()
 
 
 # Going on
@@ -572,6 +621,7 @@ def test_a_crash_leaks_no_lease(tmp_path):
     """
     words = [sys.executable, "-c", textwrap.dedent(code), str(tmp_path)]
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout
         assert process.stdout.readline() == "0 1\n"
         leased = Share(1, tmp_path).leased
         with leased(["0", "1", "2"], 1) as held:

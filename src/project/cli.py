@@ -27,18 +27,6 @@ from project.stored import untrusted
 MISTAKES = HydraException, OmegaConfBaseException, yaml.YAMLError  # in words, or in config files
 
 
-def open_streams() -> None:
-    """Gives closed standard streams (`>&-`) the null device, not the next file that is opened."""
-    for number in range(3):
-        try:
-            os.fstat(number)
-        except OSError:
-            free = os.open(os.devnull, os.O_RDWR)  # the lowest number, hence `number`
-            os.set_inheritable(free, True)
-    sys.stdout = sys.stdout or os.fdopen(1, "w")
-    sys.stderr = sys.stderr or os.fdopen(2, "w")
-
-
 @contextlib.contextmanager
 def explained(main: Callable[..., Any]) -> Iterator[None]:
     """Turns what Hydra says of a command line or a config file into a UserError.

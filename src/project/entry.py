@@ -15,7 +15,8 @@ from omegaconf import OmegaConf
 from project import outside, signals
 from project.agent import end_fork_server, start_fork_server
 from project.checkpoint import LAST
-from project.cli import closing_table, explained, open_streams, quoted
+from project.cli import closing_table, explained, quoted
+from project.console import open_streams, say
 from project.errors import Preempted, RankFailed, UserError
 from project.folder import in_use, read_results, shown
 from project.launch import run, run_in_place
@@ -81,12 +82,12 @@ def _resume(folder: Path, words: list[str], main: Callable[..., Any], train: Tra
         undo = take_up(folder, words, groups)
         if undo is None:
             cfg: Any = OmegaConf.load(folder / ".hydra" / "config.yaml")
-            print(f"already {closing_table(read_results(folder), folder, cfg)}", flush=True)
+            say(f"already {closing_table(read_results(folder), folder, cfg)}")
         else:
             path = folder / ".hydra" / "hydra.yaml"
             began = path.exists() and OmegaConf.load(path).hydra.runtime.cwd
             if began and began != str(Path.cwd()):
-                print(f"relative paths (data.root) start here; the run began in {began}")
+                say(f"relative paths (data.root) start here; the run began in {began}")
             _end(_report(folder, train, undo))
 
 
@@ -112,7 +113,7 @@ def _report(
     share: Share | None = None,
 ) -> int:
     """Runs the job in `folder`, the one place where errors become messages; its exit status."""
-    print(f"run folder {shown(folder)}", flush=True)
+    say(f"run folder {shown(folder)}")
     try:
         results = run(folder, train, share)
     except UserError as error:
@@ -127,14 +128,11 @@ def _report(
     except Preempted as stopped:
         print(f"train.py: {stopped}. {_way_on(folder)}", file=sys.stderr)
         return _status(stopped)
-    try:
-        cfg: Any = OmegaConf.load(folder / ".hydra" / "config.yaml")
-        table = closing_table(results, folder, cfg)
-        with (folder / "train.log").open("a") as file:
-            file.write(f"{table}\n")
-        print(table, flush=True)
-    except BrokenPipeError:  # nobody reads: Python's own flush at the end must not fail either
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    cfg: Any = OmegaConf.load(folder / ".hydra" / "config.yaml")
+    table = closing_table(results, folder, cfg)
+    with (folder / "train.log").open("a") as file:
+        file.write(f"{table}\n")
+    say(table)
     return 0
 
 

@@ -18,11 +18,25 @@ from omegaconf import DictConfig, ListConfig
 from project import signals
 from project.agent import attended
 from project.devices import num_cores, on_gpu
-from project.errors import Preempted
+from project.errors import Preempted, UserError
 
 SECONDS_BETWEEN = 0.2  # two looks for a free GPU
 
 T = TypeVar("T")
+
+
+def num_at_once(launcher: DictConfig) -> int:
+    """How many jobs `hydra.launcher` asks to run at once.
+
+    Raises:
+        UserError: it asks for something else.
+    """
+    if launcher.get("_target_", "").endswith("BasicLauncher"):
+        return 1
+    count = launcher.get("n_jobs")
+    if isinstance(count, bool) or not isinstance(count, int) or (count < 1 and count != -1):
+        raise UserError(f"hydra.launcher.n_jobs={count}: a number of jobs, or -1 (joblib, basic).")
+    return (torch.cuda.device_count() or num_cores()) if count == -1 else count
 
 
 def run_at_once(jobs: Iterator[T], count: int, run: Callable[[T], int]) -> int:

@@ -114,9 +114,10 @@ def take_up_sweep(folder: Path, words: list[str], groups: Path) -> list[str]:
     for override in OverridesParser.create().parse_overrides(values):
         if override.key_or_group in swept:
             raise UserError(f"{override.input_line}: this sweep varies {override.key_or_group}.")
-    for path in folder.glob("*/.hydra/config.yaml") if values else ():
-        with in_use(path.parents[1]):
-            take_up(path.parents[1], values, groups)
+    with in_use(folder, "multirun.yaml"):
+        for path in folder.glob("*/.hydra/config.yaml") if values else ():
+            with in_use(path.parents[1]):
+                take_up(path.parents[1], values, groups)
     own = "hydra.sweep.dir", "hydra.sweeper.resume"
     then = [word for word in then if word.lstrip("+").partition("=")[0] not in own]
     place = as_word("hydra.sweep.dir", str(folder))

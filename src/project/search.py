@@ -3,32 +3,29 @@
 The words are those of the plugin hydra-optuna-sweeper, whose releases want Optuna 2.
 """
 
-import contextlib
 import functools
 import pickle
-import signal
 import sqlite3
-import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hydra.core.override_parser.types import Override, Transformer
+from hydra.core.override_parser.types import Override
 from hydra.utils import instantiate
 from omegaconf import DictConfig
 
-from project.agent import stop_ranks
+from project.console import say
 from project.errors import UserError
-from project.files import read_csv, write_bytes, write_json
+from project.files import write_bytes, write_json
 from project.folder import read_results
 from project.parallel import Share
+from project.pruning import pruned
+from project.search_space import distribution
 from project.sweep import is_maximized
 from project.sweeper import GridSweeper, Job, is_composed
 
 if TYPE_CHECKING:
     import optuna
-
-SECONDS_BETWEEN = 0.2  # two looks at a job's metrics, for the pruner
 
 
 class OptunaSweeper(GridSweeper):
@@ -136,13 +133,13 @@ class OptunaSweeper(GridSweeper):
         import optuna
 
         number, state = int(job.name), optuna.trial.TrialState
-        with self._pruned(job) as epochs:
+        with pruned(self._study, job, self.metric) as verdict:
             status = super().run_one(job, words, share)
         results = read_results(job)
         value = results.get(self.metric)
-        if epochs:
-            reason = f"pruned after epoch {epochs[0]}"
-            print(f"job {number} {reason}", flush=True)
+        if verdict and results.get("status") != "failed":
+            reason = f"pruned after epoch {verdict[0]}"
+            say(f"job {number} {reason}")
             write_json(
                 job / "results.json", {"status": "preempted", "reason": reason, "signal": 15}
             )
@@ -156,88 +153,12 @@ class OptunaSweeper(GridSweeper):
             self._tell(number, value)
         return status
 
-    def _tell(self, number: int, *value: float, **state: Any) -> None:
+    def _tell(self, number: int, value: float | None = None, state: Any = None) -> None:
         try:
-            self._study.tell(number, *value, **state)
+            self._study.tell(number, value, state)
         except RuntimeError as error:
             # How samplers of a finite grid say that it is done; the trial has been told.
             # https://github.com/optuna/optuna/issues/5141
             if "Study.stop" not in str(error):
                 raise
             self._is_done = True
-
-    @contextlib.contextmanager
-    def _pruned(self, job: Path) -> Iterator[list[int]]:
-        """Shows the pruner each epoch of a job, which it may end; the epoch of that verdict.
-
-        All epochs count, also those that the job trains meanwhile, so that the verdict does not
-        depend on the time at which somebody looks.
-        """
-        verdict: list[int] = []
-        if self.pruner is None:
-            yield verdict
-            return
-        import optuna
-
-        [frozen] = [t for t in self._study.get_trials(deepcopy=False) if t.number == int(job.name)]
-        trial, ended = optuna.trial.Trial(self._study, frozen._trial_id), threading.Event()
-        seen = set(frozen.intermediate_values)
-
-        def look() -> None:
-            for row in read_csv(job / "metrics.csv"):
-                epoch, text = int(row["epoch"]), row.get(self.metric)
-                if epoch not in seen and text and not verdict:
-                    seen.add(epoch)
-                    trial.report(float(text), epoch)
-                    if trial.should_prune():
-                        verdict.append(epoch)
-
-        def watch() -> None:
-            while not ended.wait(SECONDS_BETWEEN):
-                look()
-                if verdict:
-                    stop_ranks(job, signal.SIGTERM)
-                    return
-
-        watcher = threading.Thread(target=watch)
-        watcher.start()
-        try:
-            yield verdict
-        finally:
-            ended.set()
-            watcher.join()
-        look()
-
-
-def distribution(override: Override) -> "optuna.distributions.BaseDistribution":
-    """What the values of a word are for Optuna, as the plugin reads them.
-
-    choice(a, b) and a,b are categories; range(1, 8, step=2) are numbers from 1 to 8 (both may be
-    taken); interval(0.1, 1) is any number in it, an integer with tag(int, ...); tag(log, ...)
-    takes its logarithm. shuffle(...) makes categories.
-
-    Raises:
-        UserError: a range or an interval is empty, or starts where it has no logarithm.
-    """
-    from optuna.distributions import (
-        CategoricalDistribution,
-        FloatDistribution,
-        IntDistribution,
-    )
-
-    sweep: Any = override.value()
-    is_log = "log" in getattr(sweep, "tags", ())
-    try:
-        if override.is_interval_sweep():
-            if "int" in sweep.tags:
-                return IntDistribution(int(sweep.start), int(sweep.end), log=is_log)
-            return FloatDistribution(sweep.start, sweep.end, log=is_log)
-        if override.is_range_sweep() and not sweep.shuffle:
-            numbers = sweep.start, sweep.stop, sweep.step
-            if all(isinstance(number, int) for number in numbers):
-                return IntDistribution(sweep.start, sweep.stop, step=sweep.step, log=is_log)
-            return FloatDistribution(sweep.start, sweep.stop, step=sweep.step, log=is_log)
-        choices: list[Any] = [*override.sweep_iterator(Transformer.encode)]
-        return CategoricalDistribution(choices)
-    except (ValueError, TypeError) as error:
-        raise UserError(f"{override.input_line}: {error}") from None

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from omegaconf import OmegaConf
 
+from project.console import say
 from project.errors import UserError
 from project.files import read_csv, write_csv
 from project.folder import is_in_use, read_results, shown
@@ -70,9 +71,8 @@ class Sweep:
     def __init__(self, folder: Path) -> None:
         if not (folder / "multirun.yaml").exists():
             raise UserError(f"{folder} holds no sweep (multirun.yaml).")
-        numbers = sorted(
-            int(path.parents[1].name) for path in folder.glob("*/.hydra/overrides.yaml")
-        )
+        names = [path.parents[1].name for path in folder.glob("*/.hydra/overrides.yaml")]
+        numbers = sorted(int(name) for name in names if name.isdecimal())
         self.folder, self.jobs = folder, [_read(folder / str(number)) for number in numbers]
         keys = dict.fromkeys(key for job in self.jobs for key in job.values)
         self.swept = [key for key in keys if len({job.values.get(key) for job in self.jobs}) > 1]
@@ -111,11 +111,11 @@ def spread(values: Sequence[float]) -> tuple[float, float]:
     return statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else 0.0
 
 
-def summarise(folder: Path) -> list[str]:
+def summarise(folder: Path) -> dict[int, str]:
     """Shows what came of the sweep in a folder, and writes `sweep.csv` and `sweep.png`.
 
     Returns:
-        numbers of the jobs that failed.
+        the status of each job.
     """
     sweep = Sweep(folder)
     metrics = [name for name in METRICS if any(name in job.results for job in sweep.jobs)]
@@ -128,16 +128,13 @@ def summarise(folder: Path) -> list[str]:
         | {"epochs": job.epochs, "seconds": job.results.get("seconds"), "status": job.status}
         for job in sweep.jobs
     ]
-    reasons = [job.results.get("reason", "") for job in sweep.jobs]
-    write_csv(
-        folder / "sweep.csv",
-        [row | {"reason": reason} for row, reason in zip(rows, reasons, strict=True)],
-    )
+    reasons = [{"reason": job.results.get("reason", "")} for job in sweep.jobs]
+    write_csv(folder / "sweep.csv", [a | b for a, b in zip(rows, reasons, strict=True)])
     from project.sweep_plot import draw  # matplotlib takes a second
 
     draw(sweep, folder / "sweep.png")
-    print("\n".join([*_table(rows), *_last_words(sweep)]), flush=True)
-    return [str(job.number) for job in sweep.jobs if job.status == "failed"]
+    say("\n".join([*_table(rows), *_last_words(sweep)]))
+    return {job.number: job.status for job in sweep.jobs}
 
 
 def _last_words(sweep: Sweep) -> Iterable[str]:
@@ -180,7 +177,11 @@ def _cell(name: str, value: Any) -> str:
 
 def _read(folder: Path) -> Job:
     words: Any = OmegaConf.load(folder / ".hydra" / "overrides.yaml")
-    results, rows = read_results(folder), read_csv(folder / "metrics.csv")
+    try:
+        results = read_results(folder)
+    except UserError as error:  # damaged
+        results = {"status": "failed", "reason": str(error)}
+    rows = read_csv(folder / "metrics.csv")
     history = [{name: float(text or "nan") for name, text in row.items()} for row in rows]
     if is_in_use(folder):
         status = "running"

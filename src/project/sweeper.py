@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -20,12 +19,13 @@ from hydra.core.plugins import Plugins
 from hydra.plugins.sweeper import Sweeper
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
+from project import signals
 from project.cli import MISTAKES, quoted, reason
-from project.devices import num_cores
+from project.console import say
 from project.errors import Preempted, UserError
 from project.files import write_bytes, write_json
 from project.folder import in_use, read_results, shown
-from project.parallel import Share, run_at_once
+from project.parallel import Share, num_at_once, run_at_once
 from project.sweep import summarise
 
 Job = tuple[Path, list[str]]  # its folder, its words
@@ -78,14 +78,16 @@ class GridSweeper(Sweeper):
             raise
         with in_use(folder, "multirun.yaml"):
             OmegaConf.save(self._config, folder / "multirun.yaml")
-            print(f"sweep folder {shown(folder)}", flush=True)
+            say(f"sweep folder {shown(folder)}")
             stopped = 0
             try:
                 stopped = self.run(jobs)
             except Preempted as error:  # between two jobs
                 stopped = 128 + error.number
             finally:
-                failed = summarise(folder)
+                statuses = summarise(folder)
+        over = "complete", "preempted", *(("running", "interrupted", "waiting") if stopped else ())
+        failed = [str(number) for number, status in statuses.items() if status not in over]
         go_on = f"Go on with: python train.py {quoted('resume', shown(folder))}"
         if failed:
             print(f"train.py: failed: {', '.join(failed)}. {go_on}", file=sys.stderr)
@@ -96,7 +98,7 @@ class GridSweeper(Sweeper):
 
     def _check(self) -> None:
         hydra = self._config.hydra
-        self._at_once = _num_at_once(hydra.launcher)
+        self._at_once = num_at_once(hydra.launcher)
         if dist.is_torchelastic_launched():
             raise UserError("A sweep starts ranks of its own: python train.py -m ..., no torchrun.")
         if self.direction not in (None, "maximize", "minimize"):
@@ -156,23 +158,27 @@ class GridSweeper(Sweeper):
         if self._at_once > 1:
             share = Share(self._at_once)
             return run_at_once(jobs, self._at_once, lambda job: self.run_one(*job, share))
-        statuses = (self.run_one(*job) for job in jobs)
-        return next((status for status in statuses if status >= 128), 0)
+        for job, words in jobs:
+            status = self.run_one(job, words)
+            if status >= 128:
+                return status
+            if signals.requested():  # at its last moment
+                return 128 + signals.requested()
+        return 0
 
     def run_one(self, job: Path, words: Sequence[str], share: Share | None = None) -> int:
         """Runs a job, unless it is complete or cannot be composed; its exit status."""
         own = [word for word in words if word.partition("=")[0] in self._swept]
-        print(f"job {job.name} of {self.num_jobs}: {' '.join(own or words)}", flush=True)
-        results = read_results(job)
-        if results.get("status") == "complete":
-            print("already complete", flush=True)
-            return 0
-        if not is_composed(job):
-            print(f"train.py: {results['reason']}", file=sys.stderr)
-            return 1
+        say(f"job {job.name} of {self.num_jobs}: {' '.join(own or words)}")
         try:
+            results = read_results(job)
+            if results.get("status") == "complete":
+                say("already complete")
+                return 0
+            if not is_composed(job):
+                raise UserError(results["reason"])
             return type(self).work(job, share=share)
-        except UserError as error:  # its folder is in use
+        except (UserError, OSError) as error:  # also: its folder is in use, or cannot be written
             print(f"train.py: {error}", file=sys.stderr)
             return 1
 
@@ -180,15 +186,6 @@ class GridSweeper(Sweeper):
 def is_composed(job: Path) -> bool:
     """Whether a job's folder has its config, which is the last that is written."""
     return (job / ".hydra" / "config.yaml").exists()
-
-
-def _num_at_once(launcher: DictConfig) -> int:
-    if launcher.get("_target_", "").endswith("BasicLauncher"):
-        return 1
-    count = launcher.get("n_jobs")
-    if not isinstance(count, int) or (count < 1 and count != -1):
-        raise UserError(f"hydra.launcher.n_jobs={count}: a number of jobs, or -1 (joblib, basic).")
-    return (torch.cuda.device_count() or num_cores()) if count == -1 else count
 
 
 def register(sweepers: Sequence[type[GridSweeper]], work: Callable[..., int]) -> None:

@@ -1,0 +1,64 @@
+"""Jobs that fall behind are ended early, by a pruner of Optuna."""
+
+import contextlib
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from project.agent import stop_ranks
+from project.files import read_csv
+
+if TYPE_CHECKING:
+    import optuna
+
+SECONDS_BETWEEN = 0.2  # two looks at the metrics of a job
+
+
+@contextlib.contextmanager
+def pruned(study: "optuna.Study", job: Path, metric: str) -> Iterator[list[int]]:
+    """Shows the study's pruner a metric after each epoch of a job, which ends at its word.
+
+    All epochs count, also those that the job trains before it ends, so that the word of the pruner
+    does not depend on the time at which somebody looks.
+
+    Args:
+        job: folder of a run; its name is the number of the trial.
+
+    Returns:
+        the epoch after which the pruner said so, if it did; complete when the context has ended.
+    """
+    import optuna
+
+    verdict: list[int] = []
+    if isinstance(study.pruner, optuna.pruners.NopPruner):
+        yield verdict
+        return
+    frozen = study.get_trials(deepcopy=False)[int(job.name)]
+    trial, ended = optuna.trial.Trial(study, frozen._trial_id), threading.Event()
+    seen = {*frozen.intermediate_values}
+
+    def look() -> None:
+        for row in read_csv(job / "metrics.csv"):
+            epoch, value = int(row["epoch"]), row.get(metric)
+            if value and epoch not in seen and not verdict:
+                seen.add(epoch)
+                trial.report(float(value), epoch)
+                if trial.should_prune():
+                    verdict.append(epoch)
+
+    def watch() -> None:
+        while not ended.wait(SECONDS_BETWEEN) and not verdict:
+            look()
+            if verdict:
+                stop_ranks(job, signal.SIGTERM)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        yield verdict
+    finally:
+        ended.set()
+        watcher.join()
+        look()
