@@ -6,6 +6,7 @@ python train.py experiment=quickstart                 offline, two CPU ranks, un
 python train.py data=imagefolder data.root=FOLDER     your images: FOLDER/{train,test}/<class>/*
 python train.py resume=FOLDER                         go on with a run that was stopped
 python train.py -m seed=0,1,2 optimizer.lr=0.1,0.3    a sweep
+python train.py hparams_search=optuna                 a search
 torchrun --nproc-per-node=4 train.py trainer.devices=4
 """
 

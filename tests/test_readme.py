@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from train import train
 
 from conftest import REPOSITORY
@@ -46,6 +47,13 @@ ELSEWHERE = {
     "python train.py model=mine": "test_five_minutes.py",
     "torchrun --max-restarts": "a name, no command",
     "torchrun --max-restarts=3": "test_an_outside_torchrun_restarts_in_the_same_folder",
+    "python -m project.sweep multirun/<date>/<time>": (
+        "test_the_summary_can_be_asked_for_at_any_time"
+    ),
+    "python train.py resume=multirun/<date>/<time>": (
+        "test_resume_completes_the_sweep_in_the_bits_of_undisturbed_jobs"
+    ),
+    'pip install -e ".[optuna]"': "CI installs the extra dev, which holds it",
     "python train.py --help": "test_help_under_torchrun_ends_on_all_ranks",
     "torchrun --nproc-per-node=4 train.py trainer.devices=4": (
         "test_torchrun_trains_in_one_run_folder"
@@ -88,6 +96,20 @@ def words_of(command: str, request: pytest.FixtureRequest) -> list[str]:
     return words
 
 
+def first_job(words: list[str]) -> list[str]:
+    """The words of a sweep's first job, or of the first trial of a search."""
+    own = [w for w in words if w.startswith("hydra") or w in ("-m", "hparams_search=optuna")]
+    found = []
+    for override in OverridesParser.create().parse_overrides([w for w in words if w not in own]):
+        value = override.input_line.partition("=")[2]
+        if override.is_interval_sweep():
+            value = override.value().start
+        elif override.is_sweep_override():
+            value = next(override.sweep_string_iterator())
+        found.append(f"{override.get_key_element()}={value}")
+    return found
+
+
 @pytest.mark.filterwarnings("ignore")  # the compiler's
 @pytest.mark.parametrize(
     "command",
@@ -106,8 +128,8 @@ def test_the_command_runs(job, request, command, tmp_path):
             run(folder, train)
         return
     words = [word for word in words_of(command, request) if "trainer.devices" not in word]
-    if "-m" in words:  # the first job of the sweep
-        words = [word.split(",")[0] for word in words if word != "-m"]
+    if "-m" in words or "hparams_search=optuna" in words:
+        words = first_job(words)
     if "trainer=gpu" in words and not torch.cuda.is_available():
         with pytest.raises(UserError, match="torch sees no GPU here"):
             job(*words)

@@ -41,6 +41,7 @@ from project.search import OptunaSweeper
 from project.search_space import distribution
 from project.sweep import Sweep
 from project.sweeper import GridSweeper, register
+from test_readme import TRAININGS
 
 TINY = [*(word for word in TINY if "batch_size" not in word), "data.batch_size=60", "logger=none"]
 DEVICES = [1, 2, 3, 1]
@@ -340,6 +341,17 @@ def test_the_summary_can_be_asked_for_at_any_time(sweep, monkeypatch, capfd):
         project.sweep.main()
 
 
+@pytest.mark.parametrize(
+    "command", [c for c in TRAININGS if " -m " in c or "hparams_search=optuna" in c]
+)
+def test_each_sweep_of_the_pages_is_composed(sweep, command):
+    """Its first job is run in test_readme.py."""
+    few = ["hydra.sweeper.n_trials=2"] if "optuna" in command else []
+    status, ran = sweep(*shlex.split(command)[2:], *few, work=complete)
+    assert status == 0
+    assert len(ran) > 1
+
+
 # Going on
 
 
@@ -512,13 +524,18 @@ def test_words_mean_what_they_mean_to_the_plugin(word, expected):
         ("optimizer.lr=tag(log,interval(0,1))", "optimizer.lr=tag(log,interval(0,1)): "),
         ("hydra/sweeper=optuna", "Nothing to search"),
         ("hydra.sweeper.n_trials=x", "n_trials"),
-        ("hydra.sweeper.pruner={_target_:optuna.pruners.Nope}", "Nope"),
+        ("hydra.sweeper.pruner._target_=optuna.pruners.Nope", "Nope"),
+        ("hydra.sweeper.n_trails=3", "Did you mean hydra.sweeper.n_trials?"),
+        (
+            "optimized_metric=test/acc hydra.sweeper.pruner._target_=optuna.pruners.MedianPruner",
+            "a pruner needs one of each epoch",
+        ),
     ],
 )
 def test_what_cannot_be_searched_is_refused_and_leaves_nothing(sweep, word, message):
     own = [] if "hydra/sweeper" in word else ["hparams_search=optuna"]
     with pytest.raises(UserError, match=re.escape(message)):
-        sweep("-m", *own, "hydra.sweep.dir=s", word)
+        sweep("-m", *own, "hydra.sweep.dir=s", *word.split())
     assert not Path("s").exists()
 
 

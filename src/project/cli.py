@@ -93,10 +93,13 @@ def _nearest_key(main: Callable[..., Any], wrong: str) -> str:
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(str(folder.resolve()), version_base="1.3"):
-            cfg = compose("train", [word for word in rest if not word.startswith("hydra")])
+            cfg = compose(
+                "train", [w for w in rest if not w.startswith("hydra")], return_hydra_config=True
+            )
     except HydraException:  # a second mistake
         return ""
     keys = [*_keys(OmegaConf.to_container(cfg)), *(p.name for p in folder.iterdir() if p.is_dir())]
+    keys = [key for key in keys if key.startswith("hydra") == wrong.startswith("hydra")]
     # lr=0.1 means optimizer.lr, and epochs=3 trainer.max_epochs: the last word decides.
     ends = difflib.get_close_matches(wrong.split(".")[-1], {key.split(".")[-1] for key in keys})
     return nearest(wrong, [key for key in keys if key.split(".")[-1] in ends[:1]], cutoff=0)

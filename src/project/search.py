@@ -64,8 +64,6 @@ class OptunaSweeper(GridSweeper):
         if not isinstance(self.num_jobs, int) or self.num_jobs < 1:
             raise UserError(f"hydra.sweeper.n_trials={self.num_jobs} must be a number from 1.")
         self.metric = self._config.optimized_metric
-        if self.pruner and self.metric.startswith("test/"):
-            raise UserError(f"optimized_metric={self.metric}: a pruner needs one of each epoch.")
         fixed = {
             o.get_key_element(): o.get_value_element_as_str()
             for o in overrides
@@ -82,6 +80,8 @@ class OptunaSweeper(GridSweeper):
         connect = functools.partial(sqlite3.connect, path, timeout=60, check_same_thread=False)
         sampler = self._sampler()
         pruner = instantiate(self.pruner) if self.pruner else optuna.pruners.NopPruner()
+        if self.metric.startswith("test/") and not isinstance(pruner, optuna.pruners.NopPruner):
+            raise UserError(f"optimized_metric={self.metric}: a pruner needs one of each epoch.")
         folder.mkdir(parents=True, exist_ok=True)
         self._study = optuna.create_study(
             study_name="sweep",

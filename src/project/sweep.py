@@ -46,11 +46,6 @@ class Job(NamedTuple):
         pairs = (word.lstrip("+").partition("=") for word in self.words)
         return {key: value for key, _, value in pairs}
 
-    @property
-    def epochs(self) -> int:
-        """That it has ended."""
-        return self.results.get("epochs", len(self.history))
-
 
 class Sweep:
     """The jobs of a sweep, and what they are compared by.
@@ -125,7 +120,8 @@ def summarise(folder: Path) -> dict[int, str]:
         {"job": job.number}
         | {key: job.values.get(key, "") for key in sweep.swept}
         | {name: job.results.get(name) for name in metrics}
-        | {"epochs": job.epochs, "seconds": job.results.get("seconds"), "status": job.status}
+        | {"epochs": job.results.get("epochs", len(job.history))}
+        | {"seconds": job.results.get("seconds"), "status": job.status}
         for job in sweep.jobs
     ]
     reasons = [{"reason": job.results.get("reason", "")} for job in sweep.jobs]
@@ -183,12 +179,8 @@ def _read(folder: Path) -> Job:
         results = {"status": "failed", "reason": str(error)}
     rows = read_csv(folder / "metrics.csv")
     history = [{name: float(text or "nan") for name, text in row.items()} for row in rows]
-    if is_in_use(folder):
-        status = "running"
-    elif results:
-        status = results["status"]
-    else:
-        status = "interrupted" if (folder / "ranks").exists() else "waiting"
+    status = "interrupted" if (folder / "ranks").exists() else "waiting"
+    status = "running" if is_in_use(folder) else results.get("status", status)
     return Job(int(folder.name), [*words], status, results, history)
 
 

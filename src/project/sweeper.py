@@ -88,22 +88,19 @@ class GridSweeper(Sweeper):
                 statuses = summarise(folder)
         over = "complete", "preempted", *(("running", "interrupted", "waiting") if stopped else ())
         failed = [str(number) for number, status in statuses.items() if status not in over]
-        go_on = f"Go on with: python train.py {quoted('resume', shown(folder))}"
-        if failed:
-            print(f"train.py: failed: {', '.join(failed)}. {go_on}", file=sys.stderr)
-        elif stopped:
-            print(f"train.py: the sweep has stopped. {go_on}", file=sys.stderr)
         if stopped or failed:
+            said = f"failed: {', '.join(failed)}" if failed else "the sweep has stopped"
+            go_on = f"python train.py {quoted('resume', shown(folder))}"
+            print(f"train.py: {said}. Go on with: {go_on}", file=sys.stderr)
             sys.exit(stopped or 1)
 
     def _check(self) -> None:
-        hydra = self._config.hydra
-        self._at_once = num_at_once(hydra.launcher)
+        self._at_once = num_at_once(self._config.hydra.launcher)
         if dist.is_torchelastic_launched():
             raise UserError("A sweep starts ranks of its own: python train.py -m ..., no torchrun.")
         if self.direction not in (None, "maximize", "minimize"):
             raise UserError(f"hydra.sweeper.direction={self.direction}: maximize or minimize.")
-        place: Any = OmegaConf.to_container(hydra.sweep)  # unresolved
+        place: Any = OmegaConf.to_container(self._config.hydra.sweep)  # unresolved
         if place["subdir"] != "${hydra.job.num}":
             raise UserError("hydra.sweep.subdir: the folder of a job is its number.")
 
