@@ -4,6 +4,7 @@ import re
 import shlex
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -100,7 +101,8 @@ def first_job(words: list[str]) -> list[str]:
     """The words of a sweep's first job, or of the first trial of a search."""
     own = [w for w in words if w.startswith("hydra") or w in ("-m", "hparams_search=optuna")]
     found = []
-    for override in OverridesParser.create().parse_overrides([w for w in words if w not in own]):
+    overrides: Any = OverridesParser.create().parse_overrides([w for w in words if w not in own])
+    for override in overrides:
         value = override.input_line.partition("=")[2]
         if override.is_interval_sweep():
             value = override.value().start

@@ -401,6 +401,8 @@ def test_a_damaged_sweep_is_named(tmp_path):
 
 # Optuna
 
+THRESHOLD = ["hydra.sweeper.pruner._target_=optuna.pruners.ThresholdPruner"]
+
 
 def search(sweep, *words: str, n: int = 6, **options: Any) -> tuple[Any, list[str]]:
     own = ["hparams_search=optuna", f"hydra.sweeper.n_trials={n}", "hydra.sweep.dir=s"]
@@ -477,7 +479,7 @@ def test_sampler_and_pruner_are_targets(sweep, capfd):
         "hydra.sweeper.sampler._target_=optuna.samplers.GridSampler",
         "+hydra.sweeper.sampler.search_space={seed:[4,7],optimizer.lr:[0.1]}",
     ]
-    pruner = "hydra.sweeper.pruner={_target_:optuna.pruners.ThresholdPruner,lower:0.5}"
+    pruner = [*THRESHOLD, "+hydra.sweeper.pruner.lower=0.5"]
 
     def work(folder: Path) -> int:
         config = OmegaConf.load(folder / ".hydra/config.yaml")
@@ -485,7 +487,7 @@ def test_sampler_and_pruner_are_targets(sweep, capfd):
         write_csv(folder / "metrics.csv", [row, row | {"epoch": 2}])
         return complete(folder)
 
-    status, _ = search(sweep, *sampler, pruner, n=5, work=work)
+    status, _ = search(sweep, *sampler, *pruner, n=5, work=work)
     found = {params["seed"]: (state, value) for state, params, value in trials()}
     assert (status, found) == (0, {4: ("PRUNED", 0.4), 7: ("COMPLETE", 0.7)})
     assert "pruned after epoch 1" in capfd.readouterr().out
@@ -548,7 +550,7 @@ def test_a_study_is_not_mixed_with_another_sweep(sweep):
 @pytest.mark.slow
 def test_a_job_that_falls_behind_is_ended(command, tmp_path):
     """It would never end by itself."""
-    pruner = "hydra.sweeper.pruner={_target_:optuna.pruners.ThresholdPruner,lower:2}"
+    pruner = [*THRESHOLD, "+hydra.sweeper.pruner.lower=2"]
     words = [
         "trainer.max_steps=-1",
         "trainer.max_epochs=100000",
