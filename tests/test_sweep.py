@@ -541,6 +541,13 @@ def test_what_cannot_be_searched_is_refused_and_leaves_nothing(sweep, word, mess
     assert not Path("s").exists()
 
 
+def test_a_search_without_optuna_says_what_to_install(sweep, monkeypatch):
+    monkeypatch.setitem(sys.modules, "optuna", None)
+    with pytest.raises(UserError, match=r'Optuna is not installed: pip install -e "\.\[optuna\]"'):
+        search(sweep)
+    assert not Path("s").exists()
+
+
 def test_a_study_is_not_mixed_with_another_sweep(sweep):
     sweep("-m", "seed=0,1", "hydra.sweep.dir=s")
     with pytest.raises(UserError, match="s holds another sweep"):
@@ -560,7 +567,7 @@ def test_a_job_that_falls_behind_is_ended(command, tmp_path):
     own = [
         "hparams_search=optuna",
         "hydra.sweeper.n_trials=1",
-        pruner,
+        *pruner,
         f"hydra.sweep.dir={tmp_path}/s",
     ]
     done = command("python", "train.py", *TINY, *words, *own)

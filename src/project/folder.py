@@ -15,6 +15,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from project.errors import UserError
 
+LOCK = ".lock"  # of a sweep; that of a run lies in ranks/
+
 
 def unused_folder(path: str) -> str:
     """Makes the first of `path`, `path-1`, `path-2`, ... that nobody has, and returns it.

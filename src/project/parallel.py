@@ -2,6 +2,7 @@
 
 import contextlib
 import fcntl
+import multiprocessing.process
 import os
 import tempfile
 import threading
@@ -9,8 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TypeVar
-from unittest.mock import patch
+from typing import Any, TypeVar
 
 import torch
 from omegaconf import DictConfig, ListConfig
@@ -64,9 +64,14 @@ def run_at_once(jobs: Iterator[T], count: int, run: Callable[[T], int]) -> int:
     def work() -> None:
         # Process.start() also polls the children of other threads, and two polls of one child at
         # once can lose its exit status (https://github.com/python/cpython/issues/130895).
-        with patch("multiprocessing.process._cleanup"), ThreadPoolExecutor(count) as pool:
-            for future in [pool.submit(take) for _ in range(count)]:
-                future.result()
+        module: Any = multiprocessing.process
+        cleanup, module._cleanup = module._cleanup, lambda: None
+        try:
+            with ThreadPoolExecutor(count) as pool:
+                for future in [pool.submit(take) for _ in range(count)]:
+                    future.result()
+        finally:
+            module._cleanup = cleanup
 
     attended(work)
     return stopped[0] or (128 + signals.requested() if signals.requested() else 0)
@@ -111,7 +116,6 @@ class Share:
         The locks go with this process, however it ends. Who waits for several lets nobody else
         take one meanwhile, so that two never wait for each other.
         """
-        self.leases.mkdir(exist_ok=True)
         with contextlib.ExitStack() as stack:
             with contextlib.ExitStack() as alone:
                 while not _lock(self.leases / "turn", alone):
@@ -128,6 +132,7 @@ class Share:
 
 def _lock(path: Path, stack: contextlib.ExitStack) -> bool:
     """Locks a file until the end of `stack`, if nobody has."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     file = path.open("a")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

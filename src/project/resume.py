@@ -14,7 +14,7 @@ from project.cli import as_word
 from project.devices import num_local_ranks
 from project.errors import UserError
 from project.files import write_bytes
-from project.folder import in_use, read_results
+from project.folder import LOCK, in_use, read_results
 from project.schema import check_knobs
 
 
@@ -114,7 +114,7 @@ def take_up_sweep(folder: Path, words: list[str], groups: Path) -> list[str]:
     for override in OverridesParser.create().parse_overrides(values):
         if override.key_or_group in swept:
             raise UserError(f"{override.input_line}: this sweep varies {override.key_or_group}.")
-    with in_use(folder, "multirun.yaml"):
+    with in_use(folder, LOCK):
         for path in folder.glob("*/.hydra/config.yaml") if values else ():
             with in_use(path.parents[1]):
                 take_up(path.parents[1], values, groups)

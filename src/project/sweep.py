@@ -72,8 +72,9 @@ class Sweep:
         keys = dict.fromkeys(key for job in self.jobs for key in job.values)
         self.swept = [key for key in keys if len({job.values.get(key) for job in self.jobs}) > 1]
         config: Any = OmegaConf.load(folder / "multirun.yaml")
-        self.metric = config.optimized_metric
-        self.maximize = is_maximized(self.metric, config.hydra.sweeper.get("direction"))
+        self.metric: str = OmegaConf.select(config, "optimized_metric", default="val/acc")
+        direction = OmegaConf.select(config, "hydra.sweeper.direction")
+        self.maximize = is_maximized(self.metric, direction)
 
     def score(self, job: Job) -> float:
         """The metric of a job; NaN if it is not complete, or did not measure it."""

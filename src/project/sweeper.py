@@ -1,13 +1,12 @@
-"""Sweeps: each combination of values becomes the folder of a run, and the runs are run in turn.
+"""Sweeps: each combination of values becomes the folder of a run.
 
-All jobs are composed before the first begins, so that changing a config file while a sweep goes on
-changes none of its jobs.
+All are composed before the first begins: to edit a config file meanwhile changes no job.
 """
 
 import contextlib
 import random
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +23,12 @@ from project.cli import MISTAKES, quoted, reason
 from project.console import say
 from project.errors import Preempted, UserError
 from project.files import write_bytes, write_json
-from project.folder import in_use, read_results, shown
+from project.folder import LOCK, in_use, read_results, shown
 from project.parallel import Share, num_at_once, run_at_once
 from project.sweep import summarise
 
 Job = tuple[Path, list[str]]  # its folder, its words
+Files = dict[str, str]
 
 
 class GridSweeper(Sweeper):
@@ -76,8 +76,8 @@ class GridSweeper(Sweeper):
             with contextlib.suppress(OSError):
                 folder.rmdir()  # made, and nothing put into it
             raise
-        with in_use(folder, "multirun.yaml"):
-            OmegaConf.save(self._config, folder / "multirun.yaml")
+        with in_use(folder, LOCK):
+            write_bytes(folder / "multirun.yaml", OmegaConf.to_yaml(self._config).encode())
             say(f"sweep folder {shown(folder)}")
             stopped = 0
             try:
@@ -120,14 +120,14 @@ class GridSweeper(Sweeper):
             raise errors[0]
         return self._written(jobs, new)
 
-    def _written(self, jobs: list[Job], new: Mapping[Path, Any]) -> Iterator[Job]:
+    def _written(self, jobs: list[Job], new: dict[Path, Any]) -> Iterator[Job]:
         for job, words in jobs:
             if job in new:
-                self.write(job, words, new[job])
+                self.write(job, words, new.pop(job))
         yield from jobs
 
-    def composed(self, job: Path, words: Sequence[str]) -> DictConfig | Exception:
-        """The config of a job, or what is wrong with it."""
+    def composed(self, job: Path, words: Sequence[str]) -> Files | Exception:
+        """What Hydra writes for a job, or what is wrong with it."""
         try:
             config = self._loader.load_sweep_config(self._config, [*words])
         except MISTAKES as error:
@@ -135,20 +135,20 @@ class GridSweeper(Sweeper):
         with open_dict(config), read_write(config.hydra):
             config.hydra.job.id = config.hydra.job.num = int(job.name)
             config.hydra.runtime.output_dir = str(job)
-        return config
-
-    def write(self, job: Path, words: Sequence[str], config: DictConfig | Exception) -> None:
-        """Writes what Hydra writes for a job; or why it cannot be."""
-        where = job / ".hydra"
-        where.mkdir(parents=True, exist_ok=True)
-        OmegaConf.save([*words], where / "overrides.yaml")
-        if isinstance(config, Exception):
-            write_json(job / "results.json", {"status": "failed", "reason": reason(config)})
-            return
-        OmegaConf.save(OmegaConf.create({"hydra": config.hydra}), where / "hydra.yaml")
+        hydra = OmegaConf.to_yaml(OmegaConf.create({"hydra": config.hydra}))
         with open_dict(config), read_write(config):
             del config["hydra"]
-        write_bytes(where / "config.yaml", OmegaConf.to_yaml(config).encode())  # now it is there
+        return {"hydra.yaml": hydra, "config.yaml": OmegaConf.to_yaml(config)}
+
+    def write(self, job: Path, words: Sequence[str], files: Files | Exception) -> None:
+        """Writes the files of a job, `config.yaml` last; or why there are none."""
+        where = job / ".hydra"
+        write_bytes(where / "overrides.yaml", OmegaConf.to_yaml([*words]).encode())
+        if isinstance(files, Exception):
+            write_json(job / "results.json", {"status": "failed", "reason": reason(files)})
+        else:
+            for name, text in files.items():
+                write_bytes(where / name, text.encode())
 
     def run(self, jobs: Iterator[Job]) -> int:
         """Runs all jobs; 0, or the status with which a request to stop ended one."""
