@@ -2,6 +2,7 @@
 
 import os
 import sys
+from typing import TextIO
 
 
 def open_streams() -> None:
@@ -16,10 +17,11 @@ def open_streams() -> None:
     sys.stderr = sys.stderr or os.fdopen(2, "w")
 
 
-def say(text: str) -> None:
-    """Prints a text and a line end at once; what nobody reads ends nothing (`train.py | head`)."""
+def say(text: str, to: TextIO | None = None) -> None:
+    """Prints lines at once, by default to standard output; that nobody reads them ends nothing."""
+    stream = to or sys.stdout
     try:
-        sys.stdout.write(f"{text}\n")
-        sys.stdout.flush()
-    except BrokenPipeError:  # Python's own flush at the end must not fail either
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        stream.write(f"{text}\n")
+        stream.flush()
+    except BrokenPipeError:  # `train.py | head`: Python's own flush at the end must not fail either
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

@@ -76,6 +76,7 @@ def _resume(folder: Path, words: list[str], main: Callable[..., Any], train: Tra
     groups = Path(inspect.unwrap(main).__code__.co_filename).parent / "conf"
     if is_sweep(folder):
         sys.argv[1:] = take_up_sweep(folder, words, groups)
+        _say_where(folder / "multirun.yaml")
         main()
         return
     with in_use(folder):
@@ -84,11 +85,14 @@ def _resume(folder: Path, words: list[str], main: Callable[..., Any], train: Tra
             cfg: Any = OmegaConf.load(folder / ".hydra" / "config.yaml")
             say(f"already {closing_table(read_results(folder), folder, cfg)}")
         else:
-            path = folder / ".hydra" / "hydra.yaml"
-            began = path.exists() and OmegaConf.load(path).hydra.runtime.cwd
-            if began and began != str(Path.cwd()):
-                say(f"relative paths (data.root) start here; the run began in {began}")
+            _say_where(folder / ".hydra" / "hydra.yaml")
             _end(_report(folder, train, undo))
+
+
+def _say_where(path: Path) -> None:
+    began = path.exists() and OmegaConf.load(path).hydra.runtime.cwd
+    if began and began != str(Path.cwd()):
+        say(f"relative paths (data.root) start here; the run began in {began}")
 
 
 def run_job(train: Train) -> None:
@@ -118,15 +122,15 @@ def _report(
         results = run(folder, train, share)
     except UserError as error:
         undo()
-        print(hidden(f"train.py: {error}"), file=sys.stderr)
+        say(hidden(f"train.py: {error}"), sys.stderr)
         return 1
     except RankFailed as error:
         undo()
         where = _way_on(folder) if (folder / LAST).exists() else f"Run folder: {shown(folder)}"
-        print(hidden(f"{error.traceback}train.py: {error}. {where}"), file=sys.stderr)
+        say(hidden(f"{error.traceback}train.py: {error}. {where}"), sys.stderr)
         return 1
     except Preempted as stopped:
-        print(f"train.py: {stopped}. {_way_on(folder)}", file=sys.stderr)
+        say(f"train.py: {stopped}. {_way_on(folder)}", sys.stderr)
         return _status(stopped)
     cfg: Any = OmegaConf.load(folder / ".hydra" / "config.yaml")
     table = closing_table(results, folder, cfg)

@@ -46,7 +46,6 @@ class OptunaSweeper(GridSweeper):
     ) -> None:
         super().__init__(**others)
         self.num_jobs, self.sampler, self.pruner = n_trials, sampler, pruner
-        self._is_done = False
 
     def jobs(self, folder: Path, overrides: list[Override]) -> Iterator[Job]:
         """Interrupted jobs of the study in `folder`, then new ones, asked for one by one.
@@ -105,14 +104,15 @@ class OptunaSweeper(GridSweeper):
                 return earlier
         return new
 
-    def _num_trials(self) -> int:
-        return len(self._study.get_trials(deepcopy=False))
+    def _has_more(self) -> bool:
+        num_trials = len(self._study.get_trials(deepcopy=False))
+        return num_trials < self.num_jobs and not self._study.user_attrs.get("is_done")
 
     def _asked(self, folder: Path, fixed: dict[str, str], space: dict[str, Any]) -> Iterator[Job]:
         import optuna
 
         running = self._study.get_trials(states=[optuna.trial.TrialState.RUNNING])
-        while running or (not self._is_done and self._num_trials() < self.num_jobs):
+        while running or self._has_more():
             if running:
                 trial: Any = running.pop(0)
             else:
@@ -161,4 +161,4 @@ class OptunaSweeper(GridSweeper):
             # https://github.com/optuna/optuna/issues/5141
             if "Study.stop" not in str(error):
                 raise
-            self._is_done = True
+            self._study.set_user_attr("is_done", True)

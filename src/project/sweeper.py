@@ -55,10 +55,7 @@ class GridSweeper(Sweeper):
         self._loader, self._config = hydra_context.config_loader, config
 
     def sweep(self, arguments: list[str]) -> None:
-        """Runs all jobs, whether or not some fail, and shows the summary.
-
-        Args:
-            arguments: words of the command line.
+        """Runs all jobs that these words ask for, whether or not some fail; shows the summary.
 
         Raises:
             SystemExit: a job failed (1), or the sweep was asked to stop (130 or 143).
@@ -91,7 +88,7 @@ class GridSweeper(Sweeper):
         if stopped or failed:
             said = f"failed: {', '.join(failed)}" if failed else "the sweep has stopped"
             go_on = f"python train.py {quoted('resume', shown(folder))}"
-            print(f"train.py: {said}. Go on with: {go_on}", file=sys.stderr)
+            say(f"train.py: {said}. Go on with: {go_on}", sys.stderr)
             sys.exit(stopped or 1)
 
     def _check(self) -> None:
@@ -152,9 +149,10 @@ class GridSweeper(Sweeper):
 
     def run(self, jobs: Iterator[Job]) -> int:
         """Runs all jobs; 0, or the status with which a request to stop ended one."""
-        if self._at_once > 1:
-            share = Share(self._at_once)
-            return run_at_once(jobs, self._at_once, lambda job: self.run_one(*job, share))
+        count = min(self._at_once, self.num_jobs)
+        if count > 1:
+            share = Share(count)
+            return run_at_once(jobs, count, lambda job: self.run_one(*job, share))
         for job, words in jobs:
             status = self.run_one(job, words)
             if status >= 128:
@@ -176,7 +174,7 @@ class GridSweeper(Sweeper):
                 raise UserError(results["reason"])
             return type(self).work(job, share=share)
         except (UserError, OSError) as error:  # also: its folder is in use, or cannot be written
-            print(f"train.py: {error}", file=sys.stderr)
+            say(f"train.py: {error}", sys.stderr)
             return 1
 
 
