@@ -13,8 +13,10 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from omegaconf import OmegaConf
 
+import laws
 from conftest import TINY, outcome
 from project import devices as devices_module
 from project import sources
@@ -26,6 +28,7 @@ from project.files import write_json
 from project.folder import unused_folder
 from project.launch import run
 from project.pack import pack
+from project.rank import run_rank
 from toy import Plain
 
 # Devices
@@ -295,6 +298,34 @@ def test_who_is_dead_and_who_is_not(tmp_path, monkeypatch):
         process.start()
         assert queue.get() == [7]  # asking has not cost rank 0 its own lock
         process.join()
+
+
+def test_a_rank_that_waits_for_one_that_never_comes_ends_when_it_is_asked(tmp_path):
+    """It waits in C++, where no handler of Python runs."""
+
+    def join() -> None:
+        names = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}
+        os.environ.update(names)
+        run_rank(tmp_path, lambda cfg, folder: {}, dist.HashStore())
+
+    (tmp_path / ".hydra").mkdir()
+    OmegaConf.save(laws.composed("experiment=quickstart"), tmp_path / ".hydra/config.yaml")
+    process = multiprocessing.get_context("fork").Process(target=join)
+    process.start()
+    until = time.monotonic() + 60
+    while "gloo_tcp_loop" not in _threads(process.pid):
+        assert process.is_alive()
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    process.terminate()
+    process.join(5)
+    process.kill()
+    process.join()
+    assert process.exitcode == -signal.SIGTERM
+
+
+def _threads(pid: int | None) -> list[str]:
+    return [path.read_text().strip() for path in Path(f"/proc/{pid}/task").glob("*/comm")]
 
 
 def test_a_missing_value_is_named(tmp_path):

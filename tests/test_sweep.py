@@ -22,6 +22,7 @@ import optuna
 import pytest
 import torch
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import ConfigCompositionException
 from omegaconf import OmegaConf
 from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 from train import main
@@ -232,6 +233,9 @@ def test_a_sweep_of_which_nothing_can_be_composed_is_refused_and_leaves_nothing(
     [
         ("hydra.sweep.subdir=x", "the folder of a job is its number"),
         ("hydra.sweeper.direction=up", "direction=up: maximize or minimize"),
+        ("optimized_metric=3", "optimized_metric=3 is not of type str"),
+        ("hydra/launcher=joblib hydra.launcher.n_jobs=0", "n_jobs=0: a number of jobs, or -1"),
+        ("hydra/launcher=joblib hydra.launcher.n_job=2", "Did you mean hydra.launcher.n_jobs?"),
         ("hydra/launcher=joblb", "There is no hydra/launcher=joblb. Did you mean joblib?"),
     ],
 )
@@ -276,7 +280,8 @@ def test_losses_are_minimized_and_the_direction_can_be_said(sweep, capfd):
         sweep(*words, *more)
         assert f"best: job {best}, " in capfd.readouterr().out
     sweep(*words, "optimized_metric=val/f1")
-    assert "no complete job has val/f1 (optimized_metric)" in capfd.readouterr().out
+    said = "no complete job has val/f1 (optimized_metric); there are val/acc, val/loss"
+    assert said in capfd.readouterr().out
 
 
 def test_a_stop_ends_the_sweep_with_its_summary(sweep, capfd):
@@ -392,10 +397,44 @@ def test_values_on_top_reach_all_jobs_but_not_those_that_the_sweep_varies(sweep)
         go_on(sweep, "s", "model=cnn")
 
 
+def test_a_value_that_one_job_cannot_take_changes_none(sweep):
+    sweep("-m", "+trainer.extra=0,???", "hydra.sweep.dir=s", work=fails_for_odd_seeds)
+    before = {path: path.read_bytes() for path in Path("s").rglob("*.yaml")}
+    for word in "trainer.devices=999", "trainer.nonsense=1":
+        with pytest.raises((UserError, ConfigCompositionException)):
+            go_on(sweep, "s", word)
+    assert before == {path: path.read_bytes() for path in Path("s").rglob("*.yaml")}
+
+
+@pytest.mark.parametrize(
+    "word", ["hydra.sweep.dir=x", "hydra.mode=RUN", "+hydra.sweep.dir=x", "hydra/help=train"]
+)
+def test_words_about_another_sweep_are_refused(sweep, word):
+    sweep("-m", "seed=0,1", "hydra.sweep.dir=s")
+    with pytest.raises(UserError, match=re.escape(f"{word} is for new sweeps")):
+        go_on(sweep, "s", word)
+
+
+@pytest.mark.parametrize("file", ["metrics.csv", "results.json", ".hydra/overrides.yaml"])
+@pytest.mark.parametrize("content", [b"\xff\xfe", b"epoch,val/acc\n1,x,3", b"3", b"a: [1"])
+def test_damaged_files_of_one_job_take_the_summary_from_no_other(sweep, capfd, file, content):
+    sweep("-m", "seed=1,2", "hydra.sweep.dir=s")
+    Path("s/1", file).write_bytes(content)
+    capfd.readouterr()
+    project.sweep.summarise(Path("s"))
+    out = capfd.readouterr().out
+    assert "best: job 0, val/acc 0.1000" in out or file == "metrics.csv"
+    assert out.count("complete") == 1 or file == "metrics.csv"
+
+
 def test_a_damaged_sweep_is_named(tmp_path):
     (tmp_path / "multirun.yaml").write_text("hydra: 3")
-    with pytest.raises(UserError, match=r"multirun.yaml is damaged"):
-        take_up_sweep(tmp_path, [], REPOSITORY / "conf")
+    for content in b"hydra: 3", b"a: [1", b"\xff\xfe", b"":
+        (tmp_path / "multirun.yaml").write_bytes(content)
+        with pytest.raises(UserError, match=r"multirun.yaml is damaged"):
+            take_up_sweep(tmp_path, [], REPOSITORY / "conf")
+        with pytest.raises(UserError, match=r"multirun.yaml is damaged"):
+            Sweep(tmp_path)
     with pytest.raises(UserError, match="holds no sweep"):
         Sweep(tmp_path / "other")
 
@@ -469,6 +508,38 @@ def test_a_trial_that_fails_or_has_no_number_is_marked_and_the_study_goes_on(swe
     assert states == ["COMPLETE", "COMPLETE", "FAIL", "FAIL", "COMPLETE", "COMPLETE"]
 
 
+def test_a_trial_that_was_being_asked_when_its_sweep_was_killed_is_asked_again(sweep):
+    """Its values lie in the study one by one, and the sampler's state is that of before."""
+    words = ["optimizer.lr=interval(0.001,1)"]
+    search(sweep, *words, "hydra.sweep.dir=undisturbed")
+    search(sweep, *words, n=2)
+    half: Any = {"optimizer.lr": FloatDistribution(0.001, 1)}
+    storage = optuna.storages.RDBStorage("sqlite:///s/study.db")
+    optuna.load_study(study_name="sweep", storage=storage).ask(half)
+    assert search(sweep, *words) == (0, [*"3456"])
+    found = trials()
+    assert found.pop(2)[0] == "FAIL"
+    assert found == trials("undisturbed")
+    assert go_on(sweep, "s") == (0, [])
+
+
+def test_a_metric_that_does_not_exist_ends_a_study_at_its_first_trial(sweep):
+    with pytest.raises(UserError, match="optimized_metric=val/f1: results have val/acc, val/loss"):
+        search(sweep, "optimized_metric=val/f1")
+    assert [state for state, _, _ in trials()] == ["FAIL"]
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [("study.db", b"text, and no database" * 99), ("sampler.pkl", b""), ("sampler.pkl", b"\x80x")],
+)
+def test_a_damaged_study_is_named(sweep, file, content):
+    search(sweep, n=1)
+    Path("s", file).write_bytes(content)
+    with pytest.raises(UserError, match=f"{file} is damaged"):
+        search(sweep, n=2)
+
+
 def test_losses_are_minimized_by_the_study_too(sweep):
     search(sweep, "optimized_metric=val/loss", n=1)
     storage = optuna.storages.RDBStorage("sqlite:///s/study.db")
@@ -528,6 +599,8 @@ def test_words_mean_what_they_mean_to_the_plugin(word, expected):
         ("optimizer.lr=tag(log,interval(0,1))", "optimizer.lr=tag(log,interval(0,1)): "),
         ("hydra/sweeper=optuna", "Nothing to search"),
         ("hydra.sweeper.n_trials=x", "n_trials"),
+        ("optimizer.lr=tag(lgo,interval(0.1,1))", "the tags are log and int, not lgo"),
+        ("optimized_metric=null", "optimized_metric=None is not of type str"),
         ("hydra.sweeper.pruner._target_=optuna.pruners.Nope", "Nope"),
         ("hydra.sweeper.n_trails=3", "Did you mean hydra.sweeper.n_trials?"),
         (

@@ -15,6 +15,7 @@ import yaml
 from hydra import compose, initialize_config_dir
 from hydra._internal.utils import get_args_parser
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -66,6 +67,7 @@ def reason(error: Exception, main: Callable[..., Any] | None = None) -> str:
         first = f"{error.override}: {first}"
     if "requires --multirun" in first:  # hydra.mode=MULTIRUN is passed over where a value is wrong
         first += ". If hparams_search asks for it, a word about the sweep is wrong: -m says which"
+    first = first.replace(", set env var HYDRA_FULL_ERROR=1 to see chained exception", "")
     wrong = re.search(r"Could not (?:override|delete) '([^'=]+)", first)
     near = _nearest_key(main, wrong[1]) if main and wrong else ""
     return f"{first}{near or ' '.join(['', *more[:1]])}"
@@ -93,9 +95,10 @@ def _nearest_key(main: Callable[..., Any], wrong: str) -> str:
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(str(folder.resolve()), version_base="1.3"):
-            cfg = compose(
-                "train", [w for w in rest if not w.startswith("hydra")], return_hydra_config=True
-            )
+            rest = [word for word in rest if not word.startswith("hydra.")]
+            overrides = OverridesParser.create().parse_overrides(rest)
+            single = [o.input_line for o in overrides if o.input_line and not o.is_sweep_override()]
+            cfg = compose("train", single, return_hydra_config=True)
     except HydraException:  # a second mistake
         return ""
     keys = [*_keys(OmegaConf.to_container(cfg)), *(p.name for p in folder.iterdir() if p.is_dir())]

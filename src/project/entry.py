@@ -46,6 +46,7 @@ def start(main: Callable[..., Any], train: Train) -> None:
             raise
         sys.exit(f"train.py: {error.filename}: {error.strerror}.")
     except Preempted as stopped:  # while nothing runs yet, or a rank under an outside torchrun
+        say(f"train.py: {stopped}.", sys.stderr)
         sys.exit(_status(stopped))
     finally:
         signals.ignored_once_asked()

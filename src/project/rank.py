@@ -6,6 +6,7 @@ import signal
 import time
 import traceback
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -53,7 +54,8 @@ def run_rank(folder: Path, train: Train, store: dist.Store | None = None) -> Non
             path = folder / ".hydra" / "config.yaml"
             hide(path.read_text())
             cfg: Any = OmegaConf.load(path)
-            _join_group(cfg, store)
+            with signals.fatal() if int(os.environ["WORLD_SIZE"]) > 1 else nullcontext():
+                _join_group(cfg, store)
             results = train(cfg, folder)
             dist.barrier()  # complete is what all ranks have completed
             signals.end()

@@ -1,13 +1,12 @@
 """`resume=FOLDER`: the run in a folder, its own config, values of the command line on top."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from project.checkpoint import LAST, begun, read_run
 from project.cli import as_word
@@ -15,6 +14,7 @@ from project.devices import num_local_ranks
 from project.errors import UserError
 from project.files import write_bytes
 from project.folder import LOCK, in_use, read_results
+from project.jobs import DAMAGE
 from project.schema import check_knobs
 
 
@@ -99,29 +99,45 @@ def take_up_sweep(folder: Path, words: list[str], groups: Path) -> list[str]:
     Raises:
         UserError: a value cannot be, or is one that the sweep varies.
     """
-    sweep: Any = OmegaConf.load(folder / "multirun.yaml")
     try:
+        sweep: Any = OmegaConf.load(folder / "multirun.yaml")
         then = [*sweep.hydra.overrides.hydra, *sweep.hydra.overrides.task]
-    except (AttributeError, OmegaConfBaseException):
-        raise UserError(f"{folder / 'multirun.yaml'} is damaged.") from None
+        swept = {*(sweep.hydra.sweeper.params or {})}
+    except DAMAGE as error:
+        raise UserError(f"{folder / 'multirun.yaml'} is damaged ({error}).") from None
     words = [word for word in words if not _is_resume(word)]
-    values = [word for word in words if not word.startswith("hydra")]
+    values = [word for word in words if not word.lstrip("+~").startswith("hydra")]
+    for word in {*words} - {*values}:
+        if not word.lstrip("+~").startswith(
+            ("hydra.launcher.", "hydra/launcher=", "hydra.sweeper.")
+        ):
+            raise UserError(f"{word} is for new sweeps.")
     if values and (folder / "study.db").exists():
         raise UserError(f"{values[0]}: the trials of a study are compared under one config.")
     parsed = OverridesParser.create().parse_overrides(then)
-    swept = {override.key_or_group for override in parsed if override.is_sweep_override()}
-    swept |= {*(sweep.hydra.sweeper.params or {})}
+    swept |= {override.key_or_group for override in parsed if override.is_sweep_override()}
     for override in OverridesParser.create().parse_overrides(values):
         if override.key_or_group in swept:
             raise UserError(f"{override.input_line}: this sweep varies {override.key_or_group}.")
     with in_use(folder, LOCK):
-        for path in folder.glob("*/.hydra/config.yaml") if values else ():
-            with in_use(path.parents[1]):
-                take_up(path.parents[1], values, groups)
+        _take_up_all(folder.glob("*/.hydra/config.yaml") if values else (), values, groups)
     own = "hydra.sweep.dir", "hydra.sweeper.resume"
     then = [word for word in then if word.lstrip("+").partition("=")[0] not in own]
     place = as_word("hydra.sweep.dir", str(folder))
     return ["-m", *then, *words, place, "hydra.sweeper.resume=true"]
+
+
+def _take_up_all(configs: Iterable[Path], values: list[str], groups: Path) -> None:
+    """All of the jobs, or none."""
+    undos = []
+    try:
+        for path in configs:
+            with in_use(path.parents[1]):
+                undos.append(take_up(path.parents[1], values, groups))
+    except BaseException:
+        for undo in filter(None, undos):
+            undo()
+        raise
 
 
 def _is_resume(word: str) -> bool:

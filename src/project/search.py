@@ -14,15 +14,17 @@ from hydra.core.override_parser.types import Override
 from hydra.utils import instantiate
 from omegaconf import DictConfig
 
+from project.cli import MISTAKES, reason
 from project.console import say
 from project.errors import UserError
 from project.files import write_bytes, write_json
 from project.folder import read_results
+from project.jobs import Files, is_written, write_job
 from project.parallel import Share
 from project.pruning import pruned
 from project.search_space import distribution
 from project.sweep import is_maximized
-from project.sweeper import GridSweeper, Job, is_composed
+from project.sweeper import GridSweeper, Planned
 
 if TYPE_CHECKING:
     import optuna
@@ -37,6 +39,8 @@ class OptunaSweeper(GridSweeper):
         pruner: a config of a pruner, None: no job is ended early.
     """
 
+    retries = False
+
     def __init__(
         self,
         n_trials: int,
@@ -47,7 +51,7 @@ class OptunaSweeper(GridSweeper):
         super().__init__(**others)
         self.num_jobs, self.sampler, self.pruner = n_trials, sampler, pruner
 
-    def jobs(self, folder: Path, overrides: list[Override]) -> Iterator[Job]:
+    def jobs(self, folder: Path, overrides: list[Override]) -> Iterator[Planned]:
         """Interrupted jobs of the study in `folder`, then new ones, asked for one by one.
 
         Raises:
@@ -55,6 +59,7 @@ class OptunaSweeper(GridSweeper):
         """
         try:
             import optuna
+            from sqlalchemy.exc import DatabaseError
         except ImportError:
             raise UserError('Optuna is not installed: pip install -e ".[optuna]"') from None
         path = folder / "study.db"
@@ -74,59 +79,83 @@ class OptunaSweeper(GridSweeper):
                 "Nothing to search. Give values, such as 'optimizer.lr=interval(0.1,1)'"
             )
         optuna.logging.set_verbosity(optuna.logging.WARNING)
-        self._sampler_path = folder / "sampler.pkl"
         # By a function and not by a URL, in which a path may mean something else.
         connect = functools.partial(sqlite3.connect, path, timeout=60, check_same_thread=False)
-        sampler = self._sampler()
+        sampler = self._sampler(folder / "sampler.pkl")
         pruner = instantiate(self.pruner) if self.pruner else optuna.pruners.NopPruner()
         if self.metric.startswith("test/") and not isinstance(pruner, optuna.pruners.NopPruner):
             raise UserError(f"optimized_metric={self.metric}: a pruner needs one of each epoch.")
         folder.mkdir(parents=True, exist_ok=True)
-        self._study = optuna.create_study(
-            study_name="sweep",
-            storage=optuna.storages.RDBStorage("sqlite:///", {"creator": connect}),
-            load_if_exists=True,
-            sampler=sampler,
-            pruner=pruner,
-            direction="maximize" if is_maximized(self.metric, self.direction) else "minimize",
-        )
+        try:
+            self._study = optuna.create_study(
+                study_name="sweep",
+                storage=optuna.storages.RDBStorage("sqlite:///", {"creator": connect}),
+                load_if_exists=True,
+                sampler=sampler,
+                pruner=pruner,
+                direction="maximize" if is_maximized(self.metric, self.direction) else "minimize",
+            )
+        except DatabaseError as error:
+            raise UserError(f"{path} is damaged, or cannot be written: {error.orig}.") from error
         return self._asked(folder, fixed, space)
 
-    def _sampler(self) -> "optuna.samplers.BaseSampler | None":
-        """As it was after its latest suggestion, so that a study goes on as if undisturbed.
+    def _sampler(self, path: Path) -> "optuna.samplers.BaseSampler | None":
+        """As it was after the suggestion of the latest job, so that a study goes on undisturbed.
 
-        That is how Optuna's FAQ has it ("How can I save and resume studies?").
+        Pickled, as Optuna's FAQ has it ("How can I save and resume studies?").
         """
         new = instantiate(self.sampler) if self.sampler else None
-        if self._sampler_path.exists():
-            earlier = pickle.loads(self._sampler_path.read_bytes())
-            if new is None or type(earlier) is type(new):
-                return earlier
-        return new
+        if not path.exists():
+            return new
+        try:
+            job, before, after = pickle.loads(path.read_bytes())
+            earlier = pickle.loads(after if is_written(path.parent / job) else before)
+        except Exception as error:  # whatever unpickling comes to
+            reason = f"{type(error).__name__}: {error}"
+            text = f"{path} is damaged ({reason}). Without it the sampler starts anew."
+            raise UserError(text) from error
+        return earlier if new is None or type(earlier) is type(new) else new
 
-    def _has_more(self) -> bool:
-        num_trials = len(self._study.get_trials(deepcopy=False))
-        return num_trials < self.num_jobs and not self._study.user_attrs.get("is_done")
+    def _asked(
+        self, folder: Path, fixed: dict[str, str], space: dict[str, Any]
+    ) -> Iterator[Planned]:
+        from optuna.trial import TrialState
 
-    def _asked(self, folder: Path, fixed: dict[str, str], space: dict[str, Any]) -> Iterator[Job]:
-        import optuna
+        running, num_asked = [], 0
+        for trial in self._study.get_trials(deepcopy=False):
+            if is_written(folder / str(trial.number)):
+                running += [trial] if trial.state == TrialState.RUNNING else []
+            elif trial.state == TrialState.RUNNING:
+                # Killed while it was asked: it may lack values, and the sampler is as before it.
+                self._study.tell(trial.number, state=TrialState.FAIL)
+                continue
+            elif trial.state == TrialState.FAIL:
+                continue
+            num_asked += 1
+        for trial in running:
+            yield self._job(folder, trial, fixed)
+        while num_asked < self.num_jobs and not self._study.user_attrs.get("is_done"):
+            before = pickle.dumps(self._study.sampler)
+            try:
+                trial = self._study.ask(space)
+            except ValueError as error:
+                raise UserError(f"hydra.sweeper.sampler: {error}") from error
+            num_asked += 1
+            states = str(trial.number), before, pickle.dumps(self._study.sampler)
+            write_bytes(folder / "sampler.pkl", pickle.dumps(states))
+            yield self._job(folder, trial, fixed)
 
-        running = self._study.get_trials(states=[optuna.trial.TrialState.RUNNING])
-        while running or self._has_more():
-            if running:
-                trial: Any = running.pop(0)
-            else:
-                try:
-                    trial = self._study.ask(space)
-                except ValueError as error:
-                    raise UserError(f"hydra.sweeper.sampler: {error}") from error
-                write_bytes(self._sampler_path, pickle.dumps(self._study.sampler))
-            job = folder / str(trial.number)
-            values = fixed | {key: str(value) for key, value in trial.params.items()}
-            words = [f"{key}={value}" for key, value in values.items()]
-            if not is_composed(job):
-                self.write(job, words, self.composed(job, words))
-            yield job, words
+    def _job(self, folder: Path, trial: Any, fixed: dict[str, str]) -> Planned:
+        job = folder / str(trial.number)
+        values = fixed | {key: str(value) for key, value in trial.params.items()}
+        words = [f"{key}={value}" for key, value in values.items()]
+        if not is_written(job):
+            try:
+                files: Files | str = self.composed(job, words)
+            except MISTAKES as error:
+                files = reason(error)
+            write_job(job, words, files)
+        return job, words
 
     def run_one(self, job: Path, words: Sequence[str], share: Share | None = None) -> int:
         """Runs a trial, and tells the study what came of it."""
@@ -147,10 +176,12 @@ class OptunaSweeper(GridSweeper):
             return 0
         if status >= 128:
             return status  # its trial goes on when the study does
-        if results.get("status") != "complete" or value is None:
-            self._tell(number, state=state.FAIL)
-        else:
+        if results.get("status") == "complete" and value is not None:
             self._tell(number, value)
+            return status
+        self._tell(number, state=state.FAIL)
+        if results.get("status") == "complete" and self.metric not in results:
+            raise UserError(f"optimized_metric={self.metric}: results have {_metrics(results)}.")
         return status
 
     def _tell(self, number: int, value: float | None = None, state: Any = None) -> None:
@@ -162,3 +193,7 @@ class OptunaSweeper(GridSweeper):
             if "Study.stop" not in str(error):
                 raise
             self._study.set_user_attr("is_done", True)
+
+
+def _metrics(results: dict[str, Any]) -> str:
+    return ", ".join(name for name in results if "/" in name)

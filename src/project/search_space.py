@@ -27,10 +27,13 @@ def distribution(override: Override) -> "BaseDistribution":
     )
 
     sweep: Any = override.value()
-    is_log = "log" in getattr(sweep, "tags", ())
+    tags = getattr(sweep, "tags", set())
+    is_log = "log" in tags
     try:
+        if unknown := tags - {"log", "int"}:
+            raise ValueError(f"the tags are log and int, not {', '.join(sorted(unknown))}")
         if override.is_interval_sweep():
-            if "int" in sweep.tags:
+            if "int" in tags:
                 return IntDistribution(int(sweep.start), int(sweep.end), log=is_log)
             return FloatDistribution(sweep.start, sweep.end, log=is_log)
         if override.is_range_sweep() and not sweep.shuffle:

@@ -69,6 +69,22 @@ def handled() -> Iterator[None]:
             signal.signal(number, handler)
 
 
+@contextlib.contextmanager
+def fatal() -> Iterator[None]:
+    """Here a request ends this process at once.
+
+    For a rank that meets the others: there is nothing to save, and it waits in C++, where no
+    handler of Python runs, also for one that has left already.
+    """
+    numbers = signal.SIGTERM, signal.SIGINT
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 def loader_worker(number: int) -> None:
     """For `worker_init_fn`: a worker ends with its rank, and leaves it to answer signals.
 

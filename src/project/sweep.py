@@ -11,40 +11,17 @@ import statistics
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from omegaconf import OmegaConf
 
 from project.console import say
 from project.errors import UserError
-from project.files import read_csv, write_csv
-from project.folder import is_in_use, read_results, shown
+from project.files import write_csv
+from project.folder import shown
+from project.jobs import DAMAGE, Job, read_job
 
 METRICS = ("val/acc", "val/loss", "test/acc", "test/loss")
-
-
-class Job(NamedTuple):
-    """A job of a sweep.
-
-    Args:
-        number: of the job, and the name of its folder.
-        words: of the command line that repeats it.
-        status: complete, preempted, failed, running, interrupted or waiting.
-        results: content of its `results.json`.
-        history: rows of its `metrics.csv`, one an epoch; of a job that is not complete, too.
-    """
-
-    number: int
-    words: list[str]
-    status: str
-    results: dict[str, Any]
-    history: list[dict[str, float]]
-
-    @property
-    def values(self) -> dict[str, str]:
-        """Its words as keys and values."""
-        pairs = (word.lstrip("+").partition("=") for word in self.words)
-        return {key: value for key, _, value in pairs}
 
 
 class Sweep:
@@ -68,13 +45,15 @@ class Sweep:
             raise UserError(f"{folder} holds no sweep (multirun.yaml).")
         names = [path.parents[1].name for path in folder.glob("*/.hydra/overrides.yaml")]
         numbers = sorted(int(name) for name in names if name.isdecimal())
-        self.folder, self.jobs = folder, [_read(folder / str(number)) for number in numbers]
+        self.folder, self.jobs = folder, [read_job(folder / str(number)) for number in numbers]
         keys = dict.fromkeys(key for job in self.jobs for key in job.values)
         self.swept = [key for key in keys if len({job.values.get(key) for job in self.jobs}) > 1]
-        config: Any = OmegaConf.load(folder / "multirun.yaml")
-        self.metric: str = OmegaConf.select(config, "optimized_metric", default="val/acc")
-        direction = OmegaConf.select(config, "hydra.sweeper.direction")
-        self.maximize = is_maximized(self.metric, direction)
+        try:
+            config = OmegaConf.load(folder / "multirun.yaml")
+            self.metric: str = config.optimized_metric
+            self.maximize = is_maximized(self.metric, config.hydra.sweeper.direction)
+        except DAMAGE as error:
+            raise UserError(f"{folder / 'multirun.yaml'} is damaged ({error}).") from error
 
     def score(self, job: Job) -> float:
         """The metric of a job; NaN if it is not complete, or did not measure it."""
@@ -150,7 +129,9 @@ def _last_words(sweep: Sweep) -> Iterable[str]:
         single = ["hydra.mode=RUN"] if "hparams_search" in best.values else []  # no search again
         yield f"  again with: python train.py {shlex.join([*best.words, *single])}"
     else:
-        yield f"no complete job has {sweep.metric} (optimized_metric)"
+        known = dict.fromkeys(n for job in sweep.jobs for n in job.results if "/" in n)
+        there = f"; there are {', '.join(known)}" if known else ""
+        yield f"no complete job has {sweep.metric} (optimized_metric){there}"
     yield f"{shown(sweep.folder / 'sweep.csv')} {shown(sweep.folder / 'sweep.png')}"
 
 
@@ -170,19 +151,6 @@ def _cell(name: str, value: Any) -> str:
         with contextlib.suppress(ValueError):
             return f"{float(value):.4g}"  # of a search
     return "" if value is None else str(value)
-
-
-def _read(folder: Path) -> Job:
-    words: Any = OmegaConf.load(folder / ".hydra" / "overrides.yaml")
-    try:
-        results = read_results(folder)
-    except UserError as error:  # damaged
-        results = {"status": "failed", "reason": str(error)}
-    rows = read_csv(folder / "metrics.csv")
-    history = [{name: float(text or "nan") for name, text in row.items()} for row in rows]
-    status = "interrupted" if (folder / "ranks").exists() else "waiting"
-    status = "running" if is_in_use(folder) else results.get("status", status)
-    return Job(int(folder.name), [*words], status, results, history)
 
 
 def main() -> None:

@@ -22,13 +22,14 @@ from project import signals
 from project.cli import MISTAKES, quoted, reason
 from project.console import say
 from project.errors import Preempted, UserError
-from project.files import write_bytes, write_json
+from project.files import write_bytes
 from project.folder import LOCK, in_use, read_results, shown
+from project.jobs import Files, is_composed, write_job
 from project.parallel import Share, num_at_once, run_at_once
 from project.sweep import summarise
 
-Job = tuple[Path, list[str]]  # its folder, its words
-Files = dict[str, str]
+Planned = tuple[Path, list[str]]  # a job's folder, its words
+MANY = 40  # jobs, whose composition takes seconds
 
 
 class GridSweeper(Sweeper):
@@ -40,6 +41,7 @@ class GridSweeper(Sweeper):
         resume: go on with the sweep in the folder.
     """
 
+    retries = True  # whether a sweep that goes on runs its failed jobs again
     work: Callable[..., int]  # runs the job in a folder, with its share; its exit status
 
     def __init__(
@@ -87,21 +89,23 @@ class GridSweeper(Sweeper):
         failed = [str(number) for number, status in statuses.items() if status not in over]
         if stopped or failed:
             said = f"failed: {', '.join(failed)}" if failed else "the sweep has stopped"
-            go_on = f"python train.py {quoted('resume', shown(folder))}"
-            say(f"train.py: {said}. Go on with: {go_on}", sys.stderr)
+            go_on = f" Go on with: python train.py {quoted('resume', shown(folder))}"
+            say(f"train.py: {said}.{go_on if stopped or self.retries else ''}", sys.stderr)
             sys.exit(stopped or 1)
 
     def _check(self) -> None:
         self._at_once = num_at_once(self._config.hydra.launcher)
         if dist.is_torchelastic_launched():
             raise UserError("A sweep starts ranks of its own: python train.py -m ..., no torchrun.")
+        if not isinstance(metric := self._config.optimized_metric, str):
+            raise UserError(f"optimized_metric={metric} is not of type str.")
         if self.direction not in (None, "maximize", "minimize"):
             raise UserError(f"hydra.sweeper.direction={self.direction}: maximize or minimize.")
         place: Any = OmegaConf.to_container(self._config.hydra.sweep)  # unresolved
         if place["subdir"] != "${hydra.job.num}":
             raise UserError("hydra.sweep.subdir: the folder of a job is its number.")
 
-    def jobs(self, folder: Path, overrides: list[Override]) -> Iterator[Job]:
+    def jobs(self, folder: Path, overrides: list[Override]) -> Iterator[Planned]:
         """Composes all jobs but for those in the folder; the iterator writes, then yields them.
 
         Raises:
@@ -109,26 +113,35 @@ class GridSweeper(Sweeper):
         """
         random.seed(0)  # of shuffle(...): a sweep that goes on has the same order
         [combinations] = BasicSweeper.split_arguments(overrides, None)
-        jobs: list[Job] = [(folder / str(n), words) for n, words in enumerate(combinations)]
+        jobs: list[Planned] = [(folder / str(n), words) for n, words in enumerate(combinations)]
         self.num_jobs = len(jobs)
-        new = {job: self.composed(job, words) for job, words in jobs if not is_composed(job)}
-        errors = [config for config in new.values() if isinstance(config, Exception)]
+        if len(jobs) > MANY:
+            say(f"composing {len(jobs)} jobs")
+        new: dict[Path, Any] = {}
+        for job, words in (job for job in jobs if not is_composed(job[0])):
+            try:
+                new[job] = self.composed(job, words)
+            except MISTAKES as error:
+                new[job] = error
+        errors = [error for error in new.values() if isinstance(error, Exception)]
         if errors and len(errors) == len(jobs):
             raise errors[0]
         return self._written(jobs, new)
 
-    def _written(self, jobs: list[Job], new: dict[Path, Any]) -> Iterator[Job]:
+    def _written(self, jobs: list[Planned], new: dict[Path, Any]) -> Iterator[Planned]:
         for job, words in jobs:
             if job in new:
-                self.write(job, words, new.pop(job))
+                files = new.pop(job)
+                write_job(job, words, reason(files) if isinstance(files, Exception) else files)
         yield from jobs
 
-    def composed(self, job: Path, words: Sequence[str]) -> Files | Exception:
-        """What Hydra writes for a job, or what is wrong with it."""
-        try:
-            config = self._loader.load_sweep_config(self._config, [*words])
-        except MISTAKES as error:
-            return error
+    def composed(self, job: Path, words: list[str]) -> Files:
+        """What Hydra writes for a job.
+
+        Raises:
+            Exception: one of MISTAKES.
+        """
+        config = self._loader.load_sweep_config(self._config, words)
         with open_dict(config), read_write(config.hydra):
             config.hydra.job.id = config.hydra.job.num = int(job.name)
             config.hydra.runtime.output_dir = str(job)
@@ -137,17 +150,7 @@ class GridSweeper(Sweeper):
             del config["hydra"]
         return {"hydra.yaml": hydra, "config.yaml": OmegaConf.to_yaml(config)}
 
-    def write(self, job: Path, words: Sequence[str], files: Files | Exception) -> None:
-        """Writes the files of a job, `config.yaml` last; or why there are none."""
-        where = job / ".hydra"
-        write_bytes(where / "overrides.yaml", OmegaConf.to_yaml([*words]).encode())
-        if isinstance(files, Exception):
-            write_json(job / "results.json", {"status": "failed", "reason": reason(files)})
-        else:
-            for name, text in files.items():
-                write_bytes(where / name, text.encode())
-
-    def run(self, jobs: Iterator[Job]) -> int:
+    def run(self, jobs: Iterator[Planned]) -> int:
         """Runs all jobs; 0, or the status with which a request to stop ended one."""
         count = min(self._at_once, self.num_jobs)
         if count > 1:
@@ -176,11 +179,6 @@ class GridSweeper(Sweeper):
         except (UserError, OSError) as error:  # also: its folder is in use, or cannot be written
             say(f"train.py: {error}", sys.stderr)
             return 1
-
-
-def is_composed(job: Path) -> bool:
-    """Whether a job's folder has its config, which is the last that is written."""
-    return (job / ".hydra" / "config.yaml").exists()
 
 
 def register(sweepers: Sequence[type[GridSweeper]], work: Callable[..., int]) -> None:
