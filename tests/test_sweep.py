@@ -32,6 +32,7 @@ from conftest import REPOSITORY, TINY, outcome
 from laws import composed, differences
 from project import parallel, signals
 from project.cli import explained
+from project.entry import _register
 from project.errors import Preempted, UserError
 from project.files import write_csv, write_json
 from project.folder import in_use
@@ -41,7 +42,7 @@ from project.resume import resumed, take_up_sweep
 from project.search import OptunaSweeper
 from project.search_space import distribution
 from project.sweep import Sweep
-from project.sweeper import GridSweeper, register
+from project.sweeper import GridSweeper
 from test_readme import TRAININGS
 
 TINY = [*(word for word in TINY if "batch_size" not in word), "data.batch_size=60", "logger=none"]
@@ -145,6 +146,7 @@ def test_the_summary_has_a_line_a_job_and_the_command_that_repeats_the_best(watc
         assert [row[name] for name in ("job", "seed", "trainer.devices")] == values
     assert (watched.folder / "sweep.png").stat().st_size > 10_000
     [again] = [line for line in lines if "again with: python train.py " in line]
+    assert any(line.startswith("best mean: trainer.devices=") for line in lines)
     best = max(range(12), key=lambda n: outcome(watched.folder / str(n))["val/acc"])
     assert f"best: job {best}, val/acc " in table
     words = shlex.split(again.partition("train.py ")[2])
@@ -173,7 +175,7 @@ def sweep(tmp_path, monkeypatch) -> Callable[..., tuple[Any, list[str]]]:
             ran.append(folder.name)
             return (work or complete)(folder)
 
-        register([GridSweeper, OptunaSweeper], job)
+        _register([GridSweeper, OptunaSweeper], job)
         monkeypatch.setattr(sys, "argv", [str(REPOSITORY / "train.py"), *words])
         try:
             with explained(main):
@@ -208,6 +210,7 @@ def test_a_job_that_fails_ends_no_other_and_the_sweep_says_which(sweep, capfd):
     out, err = capfd.readouterr()
     assert "job 1 failed: odd" in out
     assert "val/acc 0.2000 ± 0.2000 over 3 seeds" in out
+    assert "best mean" not in out
     assert err == "train.py: failed: 1, 3. Go on with: python train.py resume=s\n"
 
 
@@ -236,6 +239,8 @@ def test_a_sweep_of_which_nothing_can_be_composed_is_refused_and_leaves_nothing(
         ("optimized_metric=3", "optimized_metric=3 is not of type str"),
         ("hydra/launcher=joblib hydra.launcher.n_jobs=0", "n_jobs=0: a number of jobs, or -1"),
         ("hydra/launcher=joblib hydra.launcher.n_job=2", "Did you mean hydra.launcher.n_jobs?"),
+        ("optimizer.lr=interval(0,1)", "interval(0,1): hparams_search=optuna takes intervals"),
+        ("seed=range(0)", "These words ask for no job"),
         ("hydra/launcher=joblb", "There is no hydra/launcher=joblb. Did you mean joblib?"),
     ],
 )
@@ -563,6 +568,7 @@ def test_sampler_and_pruner_are_targets(sweep, capfd):
     found = {params["seed"]: (state, value) for state, params, value in trials()}
     assert (status, found) == (0, {4: ("PRUNED", 0.4), 7: ("COMPLETE", 0.7)})
     assert "pruned after epoch 1" in capfd.readouterr().out
+    assert [job.status for job in Sweep(Path("s")).jobs].count("pruned") == 1
     assert go_on(sweep, "s", work=work) == (0, [])  # the grid is done
 
 
@@ -623,6 +629,19 @@ def test_a_search_without_optuna_says_what_to_install(sweep, monkeypatch):
     assert not Path("s").exists()
 
 
+def test_a_value_on_the_command_line_takes_the_place_of_one_to_search(sweep):
+    search(sweep, "optimizer.lr=0.07", n=2)
+    assert [params.keys() for _, params, _ in trials()] == [{"seed"}] * 2
+    assert OmegaConf.load("s/1/.hydra/config.yaml").optimizer.lr == 0.07
+
+
+def test_a_study_is_of_one_command(sweep):
+    search(sweep, n=1)
+    for word in "model=cnn", "seed=range(0,8)":
+        with pytest.raises(UserError, match="s holds a study of other words"):
+            search(sweep, word)
+
+
 def test_a_study_is_not_mixed_with_another_sweep(sweep):
     sweep("-m", "seed=0,1", "hydra.sweep.dir=s")
     with pytest.raises(UserError, match="s holds another sweep"):
@@ -650,6 +669,8 @@ def test_a_job_that_falls_behind_is_ended(command, tmp_path):
     assert "pruned after epoch 1" in done.stdout
     assert [state for state, _, _ in trials(f"{tmp_path}/s")] == ["PRUNED"]
     assert outcome(tmp_path / "s/0")["status"] == "preempted"
+    assert outcome(tmp_path / "s/0")["val/acc"] <= 1
+    assert done.stderr == ""
 
 
 # Several at once

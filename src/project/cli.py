@@ -102,6 +102,8 @@ def _nearest_key(main: Callable[..., Any], wrong: str) -> str:
     except HydraException:  # a second mistake
         return ""
     keys = [*_keys(OmegaConf.to_container(cfg)), *(p.name for p in folder.iterdir() if p.is_dir())]
+    if wrong in keys:  # something is wrong with its value
+        return ""
     keys = [key for key in keys if key.startswith("hydra") == wrong.startswith("hydra")]
     # lr=0.1 means optimizer.lr, and epochs=3 trainer.max_epochs: the last word decides.
     ends = difflib.get_close_matches(wrong.split(".")[-1], {key.split(".")[-1] for key in keys})

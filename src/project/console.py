@@ -23,5 +23,12 @@ def say(text: str, to: TextIO | None = None) -> None:
     try:
         stream.write(f"{text}\n")
         stream.flush()
-    except BrokenPipeError:  # `train.py | head`: Python's own flush at the end must not fail either
-        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+    except BrokenPipeError:
+        read_by_nobody(stream)
+
+
+def read_by_nobody(stream: TextIO) -> None:
+    """After `train.py | head`: what is left to write, also at the end of Python, goes nowhere."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, stream.fileno())
+    os.close(null)

@@ -4,12 +4,13 @@ import functools
 import inspect
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.plugins import Plugins
 from omegaconf import OmegaConf
 
 from project import outside, signals
@@ -25,7 +26,7 @@ from project.rank import Train
 from project.resume import is_sweep, resumed, take_up, take_up_sweep
 from project.search import OptunaSweeper
 from project.secret import hidden
-from project.sweeper import GridSweeper, register
+from project.sweeper import GridSweeper
 
 
 def start(main: Callable[..., Any], train: Train) -> None:
@@ -35,7 +36,7 @@ def start(main: Callable[..., Any], train: Train) -> None:
     """
     open_streams()
     signals.granted_at_once()
-    register([GridSweeper, OptunaSweeper], functools.partial(_work, train=train))
+    _register([GridSweeper, OptunaSweeper], functools.partial(_work, train=train, in_sweep=True))
     try:
         with explained(main):
             _start(main, train)
@@ -106,15 +107,16 @@ def _end(status: int) -> None:
         sys.exit(status)
 
 
-def _work(folder: Path, train: Train, share: Share | None = None) -> int:
+def _work(folder: Path, train: Train, in_sweep: bool = False, share: Share | None = None) -> int:
     with in_use(folder):
-        return _report(folder, train, share=share)
+        return _report(folder, train, in_sweep=in_sweep, share=share)
 
 
 def _report(
     folder: Path,
     train: Train,
     undo: Callable[[], None] = lambda: None,
+    in_sweep: bool = False,
     share: Share | None = None,
 ) -> int:
     """Runs the job in `folder`, the one place where errors become messages; its exit status."""
@@ -131,7 +133,8 @@ def _report(
         say(hidden(f"{error.traceback}train.py: {error}. {where}"), sys.stderr)
         return 1
     except Preempted as stopped:
-        say(f"train.py: {stopped}. {_way_on(folder)}", sys.stderr)
+        if not in_sweep:  # which says so itself
+            say(f"train.py: {stopped}. {_way_on(folder)}", sys.stderr)
         return _status(stopped)
     cfg: Any = OmegaConf.load(folder / ".hydra" / "config.yaml")
     table = closing_table(results, folder, cfg)
@@ -148,3 +151,19 @@ def _way_on(folder: Path) -> str:
 def _status(stopped: Preempted) -> int:
     """An outside torchrun would start anew what ends otherwise than with 0."""
     return 0 if dist.is_torchelastic_launched() else 128 + stopped.number
+
+
+def _register(sweepers: Sequence[type[GridSweeper]], work: Callable[..., int]) -> None:
+    """Tells Hydra of our sweepers, and them of what a job is.
+
+    Hydra takes plugins from its namespace package hydra_plugins only (Plugins._instantiate), which
+    all projects of an environment share; ours stay in the package that they are for.
+    """
+    names = [f"{sweeper.__module__}.{sweeper.__name__}" for sweeper in sweepers]
+    known = Plugins.is_in_toplevel_plugins_module
+    Plugins.is_in_toplevel_plugins_module = staticmethod(  # type: ignore[method-assign]
+        lambda clazz: clazz in names or known(clazz)
+    )
+    for sweeper in sweepers:
+        sweeper.work = staticmethod(work)
+        Plugins.instance().register(sweeper)

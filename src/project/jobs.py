@@ -14,6 +14,8 @@ from project.folder import is_in_use, read_results
 # What reading a damaged file comes to.
 DAMAGE = (OSError, ValueError, TypeError, AttributeError, YAMLError, OmegaConfBaseException)
 
+UNFINISHED = ["running", "interrupted", "waiting"]  # states of a job
+
 Files = dict[str, str]  # names in .hydra, and texts
 
 
@@ -23,7 +25,7 @@ class Job(NamedTuple):
     Args:
         number: of the job, and the name of its folder.
         words: of the command line that repeats it.
-        status: complete, preempted, failed, running, interrupted or waiting.
+        status: complete, preempted, pruned, failed, running, interrupted or waiting.
         results: content of its `results.json`.
         history: rows of its `metrics.csv`, one an epoch; of a job that is not complete, too.
     """
@@ -56,6 +58,8 @@ def read_job(folder: Path) -> Job:
         results = {"status": "failed", "reason": f"damaged: {error}"}
     status = "interrupted" if (folder / "ranks").exists() else "waiting"
     status = "running" if is_in_use(folder) else results.get("status", status)
+    if results.get("reason", "").startswith("pruned"):
+        status = "pruned"
     return Job(int(folder.name), [*words], status, results, history)
 
 
@@ -73,6 +77,14 @@ def write_job(folder: Path, words: list[str], files: Files | str) -> None:
     else:
         for name, text in files.items():
             write_bytes(where / name, text.encode())
+
+
+def write_pruned(folder: Path, epoch: int) -> None:
+    """Leaves word that a job was ended early, with the metrics that it had."""
+    row = read_csv(folder / "metrics.csv")[-1]
+    metrics = {name: float(value) for name, value in row.items() if "/" in name and value}
+    stopped = {"status": "preempted", "reason": f"pruned after epoch {epoch}", "signal": 15}
+    write_json(folder / "results.json", stopped | metrics)
 
 
 def is_composed(folder: Path) -> bool:

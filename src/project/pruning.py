@@ -18,7 +18,7 @@ SECONDS_BETWEEN = 0.2  # two looks at the metrics of a job
 
 @contextlib.contextmanager
 def pruned(study: "optuna.Study", job: Path, metric: str) -> Iterator[list[int]]:
-    """Shows the study's pruner a metric after each epoch of a job, which ends at its word.
+    """Shows the study a metric after each epoch of a job, which ends at its pruner's word.
 
     All epochs count, also those that the job trains before it ends, so that the word of the pruner
     does not depend on the time at which somebody looks.
@@ -32,9 +32,6 @@ def pruned(study: "optuna.Study", job: Path, metric: str) -> Iterator[list[int]]
     import optuna
 
     verdict: list[int] = []
-    if isinstance(study.pruner, optuna.pruners.NopPruner):
-        yield verdict
-        return
     frozen = study.get_trials(deepcopy=False)[int(job.name)]
     trial, ended = optuna.trial.Trial(study, frozen._trial_id), threading.Event()
     seen = {*frozen.intermediate_values}
@@ -55,10 +52,12 @@ def pruned(study: "optuna.Study", job: Path, metric: str) -> Iterator[list[int]]
                 stop_ranks(job, signal.SIGTERM)
 
     watcher = threading.Thread(target=watch)
-    watcher.start()
+    if not isinstance(study.pruner, optuna.pruners.NopPruner):
+        watcher.start()
     try:
         yield verdict
     finally:
         ended.set()
-        watcher.join()
+        if watcher.ident:
+            watcher.join()
         look()

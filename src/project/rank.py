@@ -65,13 +65,14 @@ def run_rank(folder: Path, train: Train, store: dist.Store | None = None) -> Non
                 write_json(folder / "results.json", results)
         except Preempted as stopped:
             signals.end()
-            if rank == 0:
-                log.info("%s", stopped, extra={"on_bar": True})  # the parent says it at length
-                write_preempted(folder, stopped)
-            _leave_group()
+            _stop(folder, stopped)
             raise
         except (Exception, SystemExit) as error:
             signals.end()
+            if number := signals.requested():  # and so were the others, one of which left before
+                stopped = Preempted(number)
+                _stop(folder, stopped)
+                raise stopped from error
             # First of all, before the other ranks can notice and fail in their turn.
             record_failure(report, train_log, error, _mistake_behind(error))
             if not torch.cuda.is_initialized():  # NCCL waits for collectives that will never end
@@ -81,6 +82,13 @@ def run_rank(folder: Path, train: Train, store: dist.Store | None = None) -> Non
                 raise RuntimeError(f"sys.exit({error.code}) inside a rank") from error
             raise
         _leave_group()
+
+
+def _stop(folder: Path, stopped: Preempted) -> None:
+    if os.environ["RANK"] == "0":
+        log.info("%s", stopped, extra={"on_bar": True})  # the parent says it at length
+        write_preempted(folder, stopped)
+    _leave_group()
 
 
 def _mistake_behind(error: BaseException) -> str | None:

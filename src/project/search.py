@@ -17,9 +17,9 @@ from omegaconf import DictConfig
 from project.cli import MISTAKES, reason
 from project.console import say
 from project.errors import UserError
-from project.files import write_bytes, write_json
+from project.files import write_bytes
 from project.folder import read_results
-from project.jobs import Files, is_written, write_job
+from project.jobs import Files, is_written, write_job, write_pruned
 from project.parallel import Share
 from project.pruning import pruned
 from project.search_space import distribution
@@ -75,9 +75,7 @@ class OptunaSweeper(GridSweeper):
         }
         space = {o.get_key_element(): distribution(o) for o in overrides if o.is_sweep_override()}
         if not space:
-            raise UserError(
-                "Nothing to search. Give values, such as 'optimizer.lr=interval(0.1,1)'"
-            )
+            raise UserError("Nothing to search. Give words, as 'optimizer.lr=interval(0.1,1)'")
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         # By a function and not by a URL, in which a path may mean something else.
         connect = functools.partial(sqlite3.connect, path, timeout=60, check_same_thread=False)
@@ -97,6 +95,10 @@ class OptunaSweeper(GridSweeper):
             )
         except DatabaseError as error:
             raise UserError(f"{path} is damaged, or cannot be written: {error.orig}.") from error
+        words = fixed | {key: str(value) for key, value in space.items()}
+        if words != self._study.user_attrs.get("words", words):
+            raise UserError(f"{folder} holds a study of other words. Choose another folder.")
+        self._study.set_user_attr("words", words)
         return self._asked(folder, fixed, space)
 
     def _sampler(self, path: Path) -> "optuna.samplers.BaseSampler | None":
@@ -132,6 +134,8 @@ class OptunaSweeper(GridSweeper):
             elif trial.state == TrialState.FAIL:
                 continue
             num_asked += 1
+        if num_asked >= self.num_jobs and not running:
+            say(f"the study has {num_asked} trials (hydra.sweeper.n_trials={self.num_jobs})")
         for trial in running:
             yield self._job(folder, trial, fixed)
         while num_asked < self.num_jobs and not self._study.user_attrs.get("is_done"):
@@ -167,11 +171,8 @@ class OptunaSweeper(GridSweeper):
         results = read_results(job)
         value = results.get(self.metric)
         if verdict and results.get("status") != "failed":
-            reason = f"pruned after epoch {verdict[0]}"
-            say(f"job {number} {reason}")
-            write_json(
-                job / "results.json", {"status": "preempted", "reason": reason, "signal": 15}
-            )
+            say(f"job {number} pruned after epoch {verdict[0]}")
+            write_pruned(job, verdict[0])
             self._tell(number, state=state.PRUNED)
             return 0
         if status >= 128:

@@ -123,6 +123,7 @@ def _on_request(number: int, frame: FrameType | None) -> None:
     global _request
     if os.getpid() != _pid or _is_ending:
         # In a loader worker: a signal to all processes is for the rank to answer, so comply later.
+        _request = _request or number
         if number == signal.SIGTERM:
             signal.signal(signal.SIGALRM, signal.SIG_DFL)
             signal.setitimer(signal.ITIMER_REAL, GRACE)

@@ -118,16 +118,20 @@ def _last_words(sweep: Sweep) -> Iterable[str]:
         if "reason" in job.results:
             yield f"job {job.number} {job.status}: {job.results['reason']}"
     others = [key for key in sweep.swept if key != "seed"]
+    means: dict[str, float] = {}
     for values, by_seed in sweep.scores(*others).items():
         if len(by_seed) > 1:
             where = " ".join(f"{key}={value}" for key, value in zip(others, values, strict=True))
-            mean, deviation = spread([*by_seed.values()])
-            of = f"{sweep.metric} {mean:.4f} ± {deviation:.4f} over {len(by_seed)} seeds"
+            means[where], deviation = spread([*by_seed.values()])
+            of = f"{sweep.metric} {means[where]:.4f} ± {deviation:.4f} over {len(by_seed)} seeds"
             yield f"{of}: {where}" if where else of
+    if len(means) > 1:
+        yield f"best mean: {(max if sweep.maximize else min)(means, key=lambda w: means[w])}"
     if best := sweep.best():
         yield f"best: job {best.number}, {sweep.metric} {sweep.score(best):.4f}"
         single = ["hydra.mode=RUN"] if "hparams_search" in best.values else []  # no search again
-        yield f"  again with: python train.py {shlex.join([*best.words, *single])}"
+        words = {word.partition("=")[0]: word for word in best.words}.values()  # the last counts
+        yield f"  again with: python train.py {shlex.join([*words, *single])}"
     else:
         known = dict.fromkeys(n for job in sweep.jobs for n in job.results if "/" in n)
         there = f"; there are {', '.join(known)}" if known else ""

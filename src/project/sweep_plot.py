@@ -4,12 +4,15 @@ import math
 from pathlib import Path
 from typing import Any
 
+from matplotlib import colormaps
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from project.files import write_atomically
 from project.sweep import Sweep, spread
 
-NUM_NAMED = 10  # lines that a legend can name
+NUM_NAMED = 20  # lines that a legend can name
+NUM_TICKS = 10  # values that an axis can show one by one
 
 
 def draw(sweep: Sweep, path: Path) -> None:
@@ -38,21 +41,23 @@ def _against(sweep: Sweep, key: str, axes: Any) -> None:
     for (value, *rest), by_seed in sweep.scores(key, *others).items():
         lines.setdefault(tuple(rest), {})[value] = spread([*by_seed.values()])
     places = _places(list(dict.fromkeys(job.values.get(key, "") for job in sweep.jobs)))
-    is_grid = any(len(points) > 1 for points in lines.values())
+    is_grid = len(places) <= NUM_TICKS and any(len(points) > 1 for points in lines.values())
     for values, points in lines.items():
         xs = sorted(points, key=lambda value: places[value])
         means, deviations = zip(*(points[x] for x in xs), strict=True)
         label = ", ".join(f"{n}={v}" for n, v in zip(others, values, strict=True))
-        look = {"marker": "o", "capsize": 3, **({"label": label} if is_grid else {"color": "C0"})}
+        look = {"label": label} if is_grid else {"color": "C0", "linestyle": ""}
+        look |= {"marker": "o", "capsize": 3}
         axes.errorbar([places[x] for x in xs], means, deviations, **look)
     if key == "seed" and lines:
         mean, deviation = spread([score for score, _ in lines[()].values()])
         axes.axhspan(mean - deviation, mean + deviation, alpha=0.15)
         axes.axhline(mean, linestyle=":", label=f"{mean:.4f} ± {deviation:.4f}")
-    if [*places.values()] == [*range(len(places))]:
-        axes.set_xticks([*places.values()], [*places])
-    elif min(places.values()) > 0 and max(places.values()) >= 20 * min(places.values()):
+    if min(places.values()) > 0 and max(places.values()) >= 10 * min(places.values()):
         axes.set_xscale("log")
+    if len(places) <= NUM_TICKS:
+        axes.set_xticks([*places.values()], [*places])
+        axes.set_xticks([], minor=True)
     axes.set(xlabel=key, ylabel=sweep.metric)
     axes.grid(alpha=0.3)
     if 0 < len(axes.get_legend_handles_labels()[1]) <= NUM_NAMED and (others or key == "seed"):
@@ -74,12 +79,13 @@ def _curves(sweep: Sweep, axes: Any) -> None:
     """The metric after each epoch, of all jobs; val/acc if the metric is none of an epoch."""
     has_metric = any(sweep.metric in row for job in sweep.jobs for row in job.history)
     name = sweep.metric if has_metric else "val/acc"
+    axes.set_prop_cycle(color=colormaps["tab20"].colors)  # pyright: ignore
     for job in sweep.jobs:
         points = [(row["epoch"], row[name]) for row in job.history if name in row]
         if points:
             axes.plot(*zip(*points, strict=True), marker=".", label=f"job {job.number}")
     axes.set(xlabel="epoch", ylabel=name)
-    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     axes.grid(alpha=0.3)
     if 0 < len(axes.get_legend_handles_labels()[1]) <= NUM_NAMED:
         axes.legend(fontsize="small")

@@ -14,7 +14,6 @@ import torch.distributed as dist
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
-from hydra.core.plugins import Plugins
 from hydra.plugins.sweeper import Sweeper
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
@@ -68,9 +67,10 @@ class GridSweeper(Sweeper):
         parser = OverridesParser.create(config_loader=self._loader)
         words = [f"{key}={values}" for key, values in self.params.items()]
         try:
-            overrides = parser.parse_overrides([*words, *arguments])
-            self._swept = {o.get_key_element() for o in overrides if o.is_sweep_override()}
-            jobs = self.jobs(folder, overrides)
+            parsed = parser.parse_overrides([*words, *arguments])
+            last = {override.get_key_element(): override for override in parsed}
+            self._swept = {key for key, override in last.items() if override.is_sweep_override()}
+            jobs = self.jobs(folder, [*last.values()])
         except BaseException:
             with contextlib.suppress(OSError):
                 folder.rmdir()  # made, and nothing put into it
@@ -85,7 +85,12 @@ class GridSweeper(Sweeper):
                 stopped = 128 + error.number
             finally:
                 statuses = summarise(folder)
-        over = "complete", "preempted", *(("running", "interrupted", "waiting") if stopped else ())
+        over = (
+            "complete",
+            "pruned",
+            "preempted",
+            *(("running", "interrupted", "waiting") if stopped else ()),
+        )
         failed = [str(number) for number, status in statuses.items() if status not in over]
         if stopped or failed:
             said = f"failed: {', '.join(failed)}" if failed else "the sweep has stopped"
@@ -111,10 +116,15 @@ class GridSweeper(Sweeper):
         Raises:
             Exception: one of MISTAKES, if not one job can be composed.
         """
+        for override in overrides:
+            if override.is_interval_sweep():
+                raise UserError(f"{override.input_line}: hparams_search=optuna takes intervals.")
         random.seed(0)  # of shuffle(...): a sweep that goes on has the same order
         [combinations] = BasicSweeper.split_arguments(overrides, None)
         jobs: list[Planned] = [(folder / str(n), words) for n, words in enumerate(combinations)]
         self.num_jobs = len(jobs)
+        if not jobs:
+            raise UserError("These words ask for no job.")
         if len(jobs) > MANY:
             say(f"composing {len(jobs)} jobs")
         new: dict[Path, Any] = {}
@@ -130,9 +140,12 @@ class GridSweeper(Sweeper):
 
     def _written(self, jobs: list[Planned], new: dict[Path, Any]) -> Iterator[Planned]:
         for job, words in jobs:
-            if job in new:
-                files = new.pop(job)
-                write_job(job, words, reason(files) if isinstance(files, Exception) else files)
+            files = new.pop(job, None)
+            if isinstance(files, Exception):
+                files = reason(files)
+                say(f"train.py: job {job.name} cannot be composed: {files}", sys.stderr)
+            if files:
+                write_job(job, words, files)
         yield from jobs
 
     def composed(self, job: Path, words: list[str]) -> Files:
@@ -179,19 +192,3 @@ class GridSweeper(Sweeper):
         except (UserError, OSError) as error:  # also: its folder is in use, or cannot be written
             say(f"train.py: {error}", sys.stderr)
             return 1
-
-
-def register(sweepers: Sequence[type[GridSweeper]], work: Callable[..., int]) -> None:
-    """Tells Hydra of our sweepers, and them of what a job is.
-
-    Hydra takes plugins from its namespace package hydra_plugins only (Plugins._instantiate), which
-    all projects of an environment share; ours stay in the package that they are for.
-    """
-    names = [f"{sweeper.__module__}.{sweeper.__name__}" for sweeper in sweepers]
-    known = Plugins.is_in_toplevel_plugins_module
-    Plugins.is_in_toplevel_plugins_module = staticmethod(  # type: ignore[method-assign]
-        lambda clazz: clazz in names or known(clazz)
-    )
-    for sweeper in sweepers:
-        sweeper.work = staticmethod(work)
-        Plugins.instance().register(sweeper)
