@@ -19,10 +19,10 @@ from omegaconf import OmegaConf
 import laws
 from conftest import TINY, outcome
 from project import devices as devices_module
-from project import sources
+from project import signals, sources
 from project.augment import normalise
 from project.devices import check_world, num_local_ranks
-from project.errors import RankFailed, UserError
+from project.errors import Preempted, RankFailed, UserError
 from project.failure import dead_ranks, pid_file
 from project.files import write_json
 from project.folder import unused_folder
@@ -355,6 +355,18 @@ def test_what_ends_a_run_after_its_completion_takes_nothing_away(tmp_path):
     with pytest.raises(RankFailed):
         in_place(tmp_path, train)
     assert outcome(tmp_path) == {"status": "complete", "test/acc": 0.5}
+
+
+def test_a_rank_that_fails_since_another_was_stopped_first_has_stopped(tmp_path):
+    """Its request comes while it waits in C++ for the other, and fails with the connection."""
+
+    def train(cfg, folder):
+        signals._request = signal.SIGTERM
+        raise RuntimeError("Connection closed by peer")
+
+    with pytest.raises(Preempted):
+        in_place(tmp_path, train)
+    assert outcome(tmp_path)["status"] == "preempted"
 
 
 def test_an_early_exit_is_a_failure(tmp_path):

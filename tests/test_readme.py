@@ -46,6 +46,7 @@ ELSEWHERE = {
     "pre-commit install": "CI runs its hooks' tools",
     "python -m project.env": "test_env.py",
     "python train.py model=mine": "test_five_minutes.py",
+    "python train.py hparams_search=mine": "test_a_sweep_of_ones_own_is_a_file",
     "torchrun --max-restarts": "a name, no command",
     "torchrun --max-restarts=3": "test_an_outside_torchrun_restarts_in_the_same_folder",
     "python -m project.sweep multirun/<date>/<time>": (

@@ -363,6 +363,18 @@ def test_each_sweep_of_the_pages_is_composed(sweep, command):
     assert len(ran) > 1
 
 
+def test_a_sweep_of_ones_own_is_a_file(sweep, tmp_path):
+    """The one of docs/sweeps.md, from another folder of configs."""
+    page = (REPOSITORY / "docs/sweeps.md").read_text()
+    text = textwrap.dedent(page[page.index("    # @package _global_") :].partition("\n\n")[0])
+    (tmp_path / "conf/hparams_search").mkdir(parents=True)
+    (tmp_path / "conf/hparams_search/mine.yaml").write_text(text)
+    own = ["--config-dir", f"{tmp_path}/conf", "hparams_search=mine", "hydra.sweep.dir=s"]
+    assert sweep(*own, "model=cnn", "optimizer.weight_decay=0") == (0, ["0", "1", "2"])
+    rates = [OmegaConf.load(f"s/{job}/.hydra/config.yaml").optimizer.lr for job in range(3)]
+    assert rates == [0.1, 0.2, 0.5]
+
+
 # Going on
 
 

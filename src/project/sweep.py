@@ -116,7 +116,9 @@ def summarise(folder: Path) -> dict[int, str]:
 def _last_words(sweep: Sweep) -> Iterable[str]:
     for job in sweep.jobs:
         if "reason" in job.results:
-            yield f"job {job.number} {job.status}: {job.results['reason']}"
+            reason = job.results["reason"]
+            said = reason if reason.startswith(job.status) else f"{job.status}: {reason}"
+            yield f"job {job.number} {said}"
     others = [key for key in sweep.swept if key != "seed"]
     means: dict[str, float] = {}
     for values, by_seed in sweep.scores(*others).items():
