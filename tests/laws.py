@@ -5,6 +5,9 @@ Each is a Train, see project.rank; what it returns is in the `results.json` of i
 
 import csv
 import json
+import os
+import threading
+import time
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -17,6 +20,7 @@ from omegaconf import OmegaConf, open_dict
 from train import train
 
 from project import signals
+from project.agent import start_fork_server
 from project.errors import Preempted
 from project.files import write_json
 from project.launch import run
@@ -51,6 +55,8 @@ def launch(
     with open_dict(cfg):
         cfg.update(config)
     OmegaConf.save(cfg, folder / ".hydra" / "config.yaml")
+    if not inplace:
+        start_fork_server()
     return run(folder, program)
 
 
@@ -105,6 +111,15 @@ def regimes(cfg: Any, folder: Path) -> dict[str, Any]:
             training(folder / name, *case.words, *asked_to_stop(step))
         training(folder / name, *case.words)
     return {}
+
+
+def busy(cfg: Any, folder: Path) -> dict[str, Any]:
+    """Leaves what this job has for itself, and when; long enough to meet the others."""
+    began = time.monotonic()
+    threading.Event().wait(0.5)
+    names = "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS"
+    own = {name: os.environ.get(name) for name in names}
+    return {**own, "threads": torch.get_num_threads(), "span": [began, time.monotonic()]}
 
 
 def differences(a: Path, b: Path) -> list[str]:

@@ -29,8 +29,9 @@ from train import main
 
 import project.sweep
 from conftest import REPOSITORY, TINY, outcome
-from laws import composed, differences
-from project import parallel, signals
+from laws import busy, composed, differences
+from project import parallel, signals, sweep_plot
+from project.agent import start_fork_server
 from project.cli import explained
 from project.entry import _register
 from project.errors import Preempted, UserError
@@ -165,6 +166,7 @@ def sweep(tmp_path, monkeypatch) -> Callable[..., tuple[Any, list[str]]]:
     train, with model=resnet18.
     """
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sweep_plot, "draw", lambda sweep, path: path.touch())  # takes a second
     monkeypatch.setattr(signals, "_request", 0)  # what a test before this one has asked for
     monkeypatch.setattr(inspect.unwrap(main), "__module__", "__main__")  # as when it is run
 
@@ -688,15 +690,6 @@ def test_a_job_that_falls_behind_is_ended(command, tmp_path):
 # Several at once
 
 
-def busy(cfg: Any, folder: Path) -> dict[str, Any]:
-    """Leaves what this job has for itself, and when; long enough to meet the others."""
-    began = time.monotonic()
-    threading.Event().wait(0.5)
-    names = "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS"
-    own = {name: os.environ.get(name) for name in names}
-    return {**own, "threads": torch.get_num_threads(), "span": [began, time.monotonic()]}
-
-
 def at_once(folder: Path, count: int, devices: list[Any], share: Share) -> list[dict[str, Any]]:
     """Runs a job for each of `devices`; their results."""
     for number, value in enumerate(devices):
@@ -710,6 +703,7 @@ def at_once(folder: Path, count: int, devices: list[Any], share: Share) -> list[
         run(job, busy, share)
         return 0
 
+    start_fork_server()
     assert run_at_once(folders, count, work) == 0
     return [outcome(folder / str(number)) for number in range(len(devices))]
 
