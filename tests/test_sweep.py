@@ -354,6 +354,7 @@ def test_the_summary_can_be_asked_for_at_any_time(sweep, monkeypatch, capfd):
         project.sweep.main()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "command", [c for c in TRAININGS if " -m " in c or "hparams_search=optuna" in c]
 )
@@ -435,7 +436,7 @@ def test_words_about_another_sweep_are_refused(sweep, word):
 
 
 @pytest.mark.parametrize("file", ["metrics.csv", "results.json", ".hydra/overrides.yaml"])
-@pytest.mark.parametrize("content", [b"\xff\xfe", b"epoch,val/acc\n1,x,3", b"3", b"a: [1"])
+@pytest.mark.parametrize("content", [b"\xff\xfe", b"epoch,val/acc\n1,x,3"])
 def test_damaged_files_of_one_job_take_the_summary_from_no_other(sweep, capfd, file, content):
     sweep("-m", "seed=1,2", "hydra.sweep.dir=s")
     Path("s/1", file).write_bytes(content)
@@ -818,6 +819,7 @@ def test_whatever_ends_a_job_the_others_run_until_the_sweep_is_stopped(troubled)
     assert [job.status for job in Sweep(folder).jobs] == statuses
 
 
+@pytest.mark.slow
 def test_resume_completes_the_sweep_in_the_bits_of_undisturbed_jobs(troubled, command, tmp_path):
     folder = shutil.copytree(troubled.folder, tmp_path / "sweep")
     before = (folder / "4/results.json").stat().st_mtime_ns
