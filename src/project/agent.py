@@ -122,8 +122,8 @@ def _run_ranks(
         _folders.remove(folder)
         for path in folder.glob("ranks/*.pid"):  # of ranks that were killed
             path.unlink()
-    if signals.requested():  # ranks that were stopped end like this
-        raise Preempted(signals.requested())
+    if signals.asked():  # ranks that were stopped end like this
+        raise Preempted(signals.asked())
     has_reported = any(folder.glob(f"ranks/{rank}-*.json"))
     message: Any = failure.message  # text, or a report of torch's
     message = message.get("message") if isinstance(message, dict) else message

@@ -43,6 +43,12 @@ class Job(NamedTuple):
         return {key: value for key, _, value in pairs}
 
 
+def config_dir(sweep: Any) -> list[str]:
+    """The option `--config-dir` with which a sweep was composed, by its `multirun.yaml`."""
+    sources = sweep.hydra.runtime.config_sources
+    return [f"--config-dir={s.path}" for s in sources if s.provider == "command-line"]
+
+
 def read_job(folder: Path) -> Job:
     """A job as it stands; one whose files are damaged has failed."""
     words: list[str] = []

@@ -52,7 +52,7 @@ def run_at_once(jobs: Iterator[T], count: int, run: Callable[[T], int]) -> int:
     turn, stopped = threading.Lock(), [0]
 
     def take() -> None:
-        while not signals.requested() and not stopped[0]:
+        while not signals.asked() and not stopped[0]:
             with turn:
                 job = next(jobs, None)
             if job is None:
@@ -74,7 +74,7 @@ def run_at_once(jobs: Iterator[T], count: int, run: Callable[[T], int]) -> int:
             module._cleanup = cleanup
 
     attended(work)
-    return stopped[0] or (128 + signals.requested() if signals.requested() else 0)
+    return stopped[0] or (128 + signals.asked() if signals.asked() else 0)
 
 
 class Share:
@@ -98,7 +98,8 @@ class Share:
         """
         if on_gpu(trainer):
             shown = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-            gpus = shown.split(",") if shown else [*map(str, range(torch.cuda.device_count()))]
+            every = range(torch.cuda.device_count())
+            gpus = [name.strip() for name in shown.split(",")] if shown else [*map(str, every)]
             if isinstance(trainer.devices, ListConfig):  # these, by their numbers among all
                 with self.leased([gpus[number] for number in trainer.devices], num_ranks):
                     yield {}
@@ -145,6 +146,6 @@ def _lock(path: Path, stack: contextlib.ExitStack) -> bool:
 
 def _wait() -> None:
     """Before another look: locks of other processes tell nobody when they are free."""
-    if signals.requested():
-        raise Preempted(signals.requested())
+    if signals.asked():
+        raise Preempted(signals.asked())
     time.sleep(SECONDS_BETWEEN)

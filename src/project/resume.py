@@ -14,7 +14,7 @@ from project.devices import num_local_ranks
 from project.errors import UserError
 from project.files import write_bytes
 from project.folder import LOCK, in_use, read_results
-from project.jobs import DAMAGE
+from project.jobs import DAMAGE, config_dir
 from project.schema import check_knobs
 
 
@@ -102,7 +102,7 @@ def take_up_sweep(folder: Path, words: list[str], groups: Path) -> list[str]:
     try:
         sweep: Any = OmegaConf.load(folder / "multirun.yaml")
         then = [*sweep.hydra.overrides.hydra, *sweep.hydra.overrides.task]
-        swept = {*(sweep.hydra.sweeper.params or {})}
+        swept, options = {*(sweep.hydra.sweeper.params or {})}, config_dir(sweep)
     except DAMAGE as error:
         raise UserError(f"{folder / 'multirun.yaml'} is damaged ({error}).") from None
     words = [word for word in words if not _is_resume(word)]
@@ -124,7 +124,7 @@ def take_up_sweep(folder: Path, words: list[str], groups: Path) -> list[str]:
     own = "hydra.sweep.dir", "hydra.sweeper.resume"
     then = [word for word in then if word.lstrip("+").partition("=")[0] not in own]
     place = as_word("hydra.sweep.dir", str(folder))
-    return ["-m", *then, *words, place, "hydra.sweeper.resume=true"]
+    return [*options, "-m", *then, *words, place, "hydra.sweeper.resume=true"]
 
 
 def _take_up_all(configs: Iterable[Path], values: list[str], groups: Path) -> None:

@@ -12,16 +12,22 @@ from project.failure import end_with_parent
 GRACE = 6.0  # seconds that training has to reach a step boundary, of the 10 that a job may take
 
 _pid = 0  # of the rank; children inherit its handlers
-_request = 0  # of the rank, or of the process that launches
+_request = 0  # to the rank
+_asked = 0  # the same to the process that launches
 _is_training = _is_ending = False
 
 
 def granted_at_once() -> None:
     """For the process that launches: the first request raises Preempted, later ones do nothing."""
-    global _request
-    _request = 0
+    global _asked
+    _asked = 0
     for number in signal.SIGTERM, signal.SIGINT:
         signal.signal(number, _at_once)
+
+
+def asked() -> int:
+    """The signal that has asked the process that launches to stop, 0 for none."""
+    return _asked
 
 
 def ignored_once_asked() -> None:
@@ -29,23 +35,26 @@ def ignored_once_asked() -> None:
 
     Python gives signals their default action back when it ends, but leaves alone what is ignored.
     """
-    if _request:
+    if _asked:
         for number in signal.SIGTERM, signal.SIGINT:
             signal.signal(number, signal.SIG_IGN)
 
 
 @contextlib.contextmanager
 def received(receive: Callable[[int], object]) -> Iterator[None]:
-    """For the process that launches, while ranks run: the first request is what `receive` gets."""
-    global _request
-    _request = 0
+    """For the process that launches, while ranks run: the first request is what `receive` gets.
+
+    That may be an earlier one, raised where Python lets no exception out (a weak reference's end).
+    """
 
     def handler(number: int, frame: FrameType | None) -> None:
-        global _request
-        if not _request:
-            _request = number
+        global _asked
+        if not _asked:
+            _asked = number
             receive(number)
 
+    if _asked:
+        receive(_asked)
     before = {number: signal.signal(number, handler) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         yield
@@ -108,14 +117,14 @@ def end() -> None:
 
 
 def requested() -> int:
-    """The signal that has asked this process to stop, 0 for none."""
+    """The signal that asks this rank to stop, 0 for none."""
     return _request
 
 
 def _at_once(number: int, frame: FrameType | None) -> None:
-    global _request
-    if not _request:
-        _request = number
+    global _asked
+    if not _asked:
+        _asked = number
         raise Preempted(number)
 
 

@@ -19,7 +19,7 @@ from project.console import say
 from project.errors import UserError
 from project.files import write_csv
 from project.folder import shown
-from project.jobs import DAMAGE, Job, read_job
+from project.jobs import DAMAGE, Job, config_dir, read_job
 
 METRICS = ("val/acc", "val/loss", "test/acc", "test/loss")
 
@@ -33,6 +33,7 @@ class Sweep:
     Attributes:
         jobs: by their numbers.
         swept: keys whose values differ between jobs.
+        options: that the command line of each job needs.
         metric: `optimized_metric`.
         maximize: whether more of it is better.
 
@@ -49,7 +50,8 @@ class Sweep:
         keys = dict.fromkeys(key for job in self.jobs for key in job.values)
         self.swept = [key for key in keys if len({job.values.get(key) for job in self.jobs}) > 1]
         try:
-            config = OmegaConf.load(folder / "multirun.yaml")
+            config: Any = OmegaConf.load(folder / "multirun.yaml")
+            self.options = config_dir(config)
             self.metric: str = config.optimized_metric
             self.maximize = is_maximized(self.metric, config.hydra.sweeper.direction)
         except DAMAGE as error:
@@ -133,12 +135,20 @@ def _last_words(sweep: Sweep) -> Iterable[str]:
         yield f"best: job {best.number}, {sweep.metric} {sweep.score(best):.4f}"
         single = ["hydra.mode=RUN"] if "hparams_search" in best.values else []  # no search again
         words = {word.partition("=")[0]: word for word in best.words}.values()  # the last counts
-        yield f"  again with: python train.py {shlex.join([*words, *single])}"
+        yield f"  again with: python train.py {shlex.join([*sweep.options, *words, *single])}"
     else:
         known = dict.fromkeys(n for job in sweep.jobs for n in job.results if "/" in n)
         there = f"; there are {', '.join(known)}" if known else ""
         yield f"no complete job has {sweep.metric} (optimized_metric){there}"
     yield f"{shown(sweep.folder / 'sweep.csv')} {shown(sweep.folder / 'sweep.png')}"
+
+
+def short(value: str) -> str:
+    """A value of a search with fewer digits."""
+    if len(value) > 10:
+        with contextlib.suppress(ValueError):
+            return f"{float(value):.4g}"
+    return value
 
 
 def _table(rows: list[dict[str, Any]]) -> Iterable[str]:
@@ -153,10 +163,7 @@ def _table(rows: list[dict[str, Any]]) -> Iterable[str]:
 def _cell(name: str, value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.1f}" if name == "seconds" else f"{value:.4f}"
-    if isinstance(value, str) and len(value) > 10:
-        with contextlib.suppress(ValueError):
-            return f"{float(value):.4g}"  # of a search
-    return "" if value is None else str(value)
+    return "" if value is None else short(str(value))
 
 
 def main() -> None:

@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from project.files import write_atomically
-from project.sweep import Sweep, spread
+from project.sweep import Sweep, short, spread
 
 NUM_NAMED = 20  # lines that a legend can name
 NUM_TICKS = 10  # values that an axis can show one by one
@@ -45,7 +45,7 @@ def _against(sweep: Sweep, key: str, axes: Any) -> None:
     for values, points in lines.items():
         xs = sorted(points, key=lambda value: places[value])
         means, deviations = zip(*(points[x] for x in xs), strict=True)
-        label = ", ".join(f"{n}={v}" for n, v in zip(others, values, strict=True))
+        label = ", ".join(f"{n}={short(v)}" for n, v in zip(others, values, strict=True))
         look = {"label": label} if is_grid else {"color": "C0", "linestyle": ""}
         look |= {"marker": "o", "capsize": 3}
         axes.errorbar([places[x] for x in xs], means, deviations, **look)
@@ -56,7 +56,7 @@ def _against(sweep: Sweep, key: str, axes: Any) -> None:
     if min(places.values()) > 0 and max(places.values()) >= 10 * min(places.values()):
         axes.set_xscale("log")
     if len(places) <= NUM_TICKS:
-        axes.set_xticks([*places.values()], [*places])
+        axes.set_xticks([*places.values()], [short(value) for value in places])
         axes.set_xticks([], minor=True)
     axes.set(xlabel=key, ylabel=sweep.metric)
     axes.grid(alpha=0.3)

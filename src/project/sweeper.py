@@ -173,8 +173,8 @@ class GridSweeper(Sweeper):
             status = self.run_one(job, words)
             if status >= 128:
                 return status
-            if signals.requested():  # at its last moment
-                return 128 + signals.requested()
+            if signals.asked():  # at its last moment
+                return 128 + signals.asked()
         return 0
 
     def run_one(self, job: Path, words: Sequence[str], share: Share | None = None) -> int:
