@@ -369,6 +369,19 @@ def test_a_rank_that_fails_since_another_was_stopped_first_has_stopped(tmp_path)
     assert outcome(tmp_path)["status"] == "preempted"
 
 
+def test_a_rank_that_fails_since_another_was_killed_has_failed(tmp_path):
+    """The agent has asked it to stop before it came to the next collective."""
+
+    def train(cfg, folder):
+        (folder / "ranks/1.pid").write_text("1")  # nobody holds it
+        signals._request = signal.SIGTERM
+        raise RuntimeError("Connection closed by peer")
+
+    with pytest.raises(RankFailed, match="rank 1 died without a word"):
+        in_place(tmp_path, train)
+    assert outcome(tmp_path)["status"] == "failed"
+
+
 def test_an_early_exit_is_a_failure(tmp_path):
     with pytest.raises(RankFailed, match="rank 0 failed: SystemExit: 0"):
         in_place(tmp_path, lambda cfg, folder: sys.exit(0))

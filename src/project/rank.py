@@ -19,7 +19,13 @@ from omegaconf import DictConfig, OmegaConf
 from project import signals
 from project.devices import on_gpu, threads_a_rank
 from project.errors import Preempted, RankFailed, UserError
-from project.failure import end_with_parent, pid_file, record_failure, write_preempted
+from project.failure import (
+    dead_ranks,
+    end_with_parent,
+    pid_file,
+    record_failure,
+    write_preempted,
+)
 from project.files import write_json
 from project.logs import quiet, rank_logging
 from project.secret import hide
@@ -69,7 +75,8 @@ def run_rank(folder: Path, train: Train, store: dist.Store | None = None) -> Non
             raise
         except (Exception, SystemExit) as error:
             signals.end()
-            if number := signals.requested():  # and so were the others, one of which left before
+            number = signals.requested()
+            if number and not dead_ranks(report.parent):  # the others too, and one left before
                 stopped = Preempted(number)
                 _stop(folder, stopped)
                 raise stopped from error
