@@ -6,6 +6,7 @@ Each is a Train, see project.rank; what it returns is in the `results.json` of i
 import csv
 import json
 import os
+import signal
 import threading
 import time
 from pathlib import Path
@@ -120,6 +121,14 @@ def busy(cfg: Any, folder: Path) -> dict[str, Any]:
     names = "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS"
     own = {name: os.environ.get(name) for name in names}
     return {**own, "threads": torch.get_num_threads(), "span": [began, time.monotonic()]}
+
+
+def one_is_killed(cfg: Any, folder: Path) -> dict[str, Any]:
+    """Rank 1, while rank 0 is in no collective: it hears of it from the agent."""
+    if os.environ["RANK"] == "1":
+        os.kill(os.getpid(), signal.SIGKILL)
+    threading.Event().wait(20)
+    return {}
 
 
 def differences(a: Path, b: Path) -> list[str]:

@@ -382,6 +382,12 @@ def test_a_rank_that_fails_since_another_was_killed_has_failed(tmp_path):
     assert outcome(tmp_path)["status"] == "failed"
 
 
+def test_who_is_stopped_since_another_was_killed_hides_it_not(tmp_path):
+    with pytest.raises(RankFailed, match="rank 1 ended with status -9"):
+        laws.launch(tmp_path / "run", laws.one_is_killed, 2)
+    assert outcome(tmp_path / "run")["status"] == "failed"
+
+
 def test_an_early_exit_is_a_failure(tmp_path):
     with pytest.raises(RankFailed, match="rank 0 failed: SystemExit: 0"):
         in_place(tmp_path, lambda cfg, folder: sys.exit(0))

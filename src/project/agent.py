@@ -22,7 +22,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from project import signals
 from project.errors import Preempted, RankFailed
-from project.failure import first_failure
+from project.failure import first_failure, preempted
 from project.rank import Train, rank_process
 
 PATIENCE = 30.0  # seconds that ranks have to end once they are asked to
@@ -124,6 +124,8 @@ def _run_ranks(
             path.unlink()
     if signals.asked():  # ranks that were stopped end like this
         raise Preempted(signals.asked())
+    if failure.exitcode < 0 and preempted(folder):  # by the agent, since this rank was killed
+        (folder / "results.json").unlink()
     has_reported = any(folder.glob(f"ranks/{rank}-*.json"))
     message: Any = failure.message  # text, or a report of torch's
     message = message.get("message") if isinstance(message, dict) else message
