@@ -18,11 +18,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import optuna
 import pytest
 import torch
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import ConfigCompositionException
+from matplotlib.figure import Figure
 from omegaconf import OmegaConf
 from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 from train import main
@@ -289,6 +291,25 @@ def test_losses_are_minimized_and_the_direction_can_be_said(sweep, capfd):
     sweep(*words, "optimized_metric=val/f1")
     said = "no complete job has val/f1 (optimized_metric); there are val/acc, val/loss"
     assert said in capfd.readouterr().out
+
+
+def test_the_picture_shows_means_and_deviations_over_seeds_and_all_curves(sweep):
+    def work(folder: Path) -> int:
+        write_csv(folder / "metrics.csv", [{"epoch": n, "val/acc": n / 10} for n in (1, 2)])
+        return complete(folder)
+
+    sweep("-m", "optimizer.lr=0.1,0.2", "seed=0,2,4", "hydra.sweep.dir=s", work=work)
+    found = Sweep(Path("s"))
+    against, curves = Figure().subplots(1, 2)
+    sweep_plot._against(found, "optimizer.lr", against)
+    sweep_plot._curves(found, curves)
+    [(line, _, [bars])] = [container.lines for container in against.containers]
+    assert line.get_xydata() == pytest.approx(np.array([[0.1, 0.2], [0.2, 0.2]]))
+    spans = [segment[:, 1].tolist() for segment in bars.get_segments()]
+    assert spans == [pytest.approx([0.0, 0.4])] * 2  # 0, 0.2, 0.4: mean 0.2, deviation 0.2
+    assert (against.get_xlabel(), against.get_ylabel()) == ("optimizer.lr", "val/acc")
+    drawn = [curve.get_xydata().tolist() for curve in curves.lines]
+    assert drawn == [[[1, 0.1], [2, 0.2]]] * 6
 
 
 def test_a_stop_ends_the_sweep_with_its_summary(sweep, capfd):
