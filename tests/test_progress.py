@@ -21,7 +21,7 @@ def terminal(working_folder, tmp_path_factory):
         *TINY,
         "launch.inplace=true",
         "trainer.devices=1",
-        "trainer.max_steps=90",
+        "trainer.max_steps=360",  # seconds also on a fast machine: the bar is drawn by the clock
         "trainer.max_epochs=40",
         "trainer.log_every_n_steps=5",
     ]
@@ -45,7 +45,7 @@ def terminal(working_folder, tmp_path_factory):
     return seen.decode(), (folder / "train.log").read_text()
 
 
-STATUS = r"epoch \d+/\d+  step \d+/90  loss \d+\.\d{4}  lr \S+  [\d,]+ images/s  [\d:]+ left"
+STATUS = r"epoch \d+/\d+  step \d+/360  loss \d+\.\d{4}  lr \S+  [\d,]+ images/s  [\d:]+ left"
 
 
 @pytest.mark.slow
@@ -54,7 +54,7 @@ def test_a_terminal_gets_a_bar_in_place_of_the_lines_of_steps(terminal):
     bars = re.findall(rf"\r{STATUS} \|[^|\n]*\|", seen)
     assert bars
     assert not re.search(rf"{STATUS}\r?\n", seen)
-    assert len(re.findall(STATUS, log)) == 90 // 5
+    assert len(re.findall(STATUS, log)) == 360 // 5
 
 
 @pytest.mark.slow
@@ -69,7 +69,7 @@ def test_the_bar_is_refreshed_a_few_times_a_second_at_most(terminal):
 def test_the_lines_of_epochs_stand_clear_of_the_bar(terminal):
     seen, _ = terminal
     lines = re.findall(r"\r?([^\r\n]*train/acc [^\r\n]*)\r\n", seen)
-    assert len(lines) == 10
+    assert len(lines) == 40
     assert all(line.startswith("epoch ") and "|" not in line for line in lines)
     assert seen.rstrip().split("\r\n")[-1].startswith("  evaluate with: python train.py")
 
