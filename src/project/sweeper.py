@@ -23,7 +23,7 @@ from project.console import say
 from project.errors import Preempted, UserError
 from project.files import write_bytes
 from project.folder import LOCK, in_use, read_results, shown
-from project.jobs import Files, is_composed, write_job
+from project.jobs import UNFINISHED, Files, is_composed, write_job
 from project.parallel import Share, num_at_once, run_at_once
 from project.sweep import summarise
 
@@ -85,12 +85,7 @@ class GridSweeper(Sweeper):
                 stopped = 128 + error.number
             finally:
                 statuses = summarise(folder)
-        over = (
-            "complete",
-            "pruned",
-            "preempted",
-            *(("running", "interrupted", "waiting") if stopped else ()),
-        )
+        over = ["complete", "pruned", "preempted", *(UNFINISHED if stopped else [])]
         failed = [str(number) for number, status in statuses.items() if status not in over]
         if stopped or failed:
             said = f"failed: {', '.join(failed)}" if failed else "the sweep has stopped"
