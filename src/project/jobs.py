@@ -66,7 +66,7 @@ def read_job(folder: Path) -> Job:
     status = "running" if is_in_use(folder) else results.get("status", status)
     if results.get("reason", "").startswith("pruned"):
         status = "pruned"
-    return Job(int(folder.name), [*words], status, results, history)
+    return Job(int(folder.name), words, status, results, history)
 
 
 def write_job(folder: Path, words: list[str], files: Files | str) -> None:

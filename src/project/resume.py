@@ -17,6 +17,9 @@ from project.folder import LOCK, in_use, read_results
 from project.jobs import DAMAGE, config_dir
 from project.schema import check_knobs
 
+# Words about a sweep that may change while it is stopped.
+HOW_TO_SWEEP = ("hydra.launcher.", "hydra/launcher=", "hydra.sweeper.")
+
 
 def resumed(words: list[str]) -> Path | None:
     """The folder that a command line asks to go on with, None if it composes a new run.
@@ -108,9 +111,7 @@ def take_up_sweep(folder: Path, words: list[str], groups: Path) -> list[str]:
     words = [word for word in words if not _is_resume(word)]
     values = [word for word in words if not word.lstrip("+~").startswith("hydra")]
     for word in {*words} - {*values}:
-        if not word.lstrip("+~").startswith(
-            ("hydra.launcher.", "hydra/launcher=", "hydra.sweeper.")
-        ):
+        if not word.lstrip("+~").startswith(HOW_TO_SWEEP):
             raise UserError(f"{word} is for new sweeps.")
     if values and (folder / "study.db").exists():
         raise UserError(f"{values[0]}: the trials of a study are compared under one config.")

@@ -3,12 +3,14 @@
 import contextlib
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from types import FrameType
+from typing import Any
 
 from project.errors import Preempted
 from project.failure import end_with_parent
 
+REQUESTS = signal.SIGTERM, signal.SIGINT
 GRACE = 6.0  # seconds that training has to reach a step boundary, of the 10 that a job may take
 
 _pid = 0  # of the rank; children inherit its handlers
@@ -21,7 +23,7 @@ def granted_at_once() -> None:
     """For the process that launches: the first request raises Preempted, later ones do nothing."""
     global _asked
     _asked = 0
-    for number in signal.SIGTERM, signal.SIGINT:
+    for number in REQUESTS:
         signal.signal(number, _at_once)
 
 
@@ -36,7 +38,7 @@ def ignored_once_asked() -> None:
     Python gives signals their default action back when it ends, but leaves alone what is ignored.
     """
     if _asked:
-        for number in signal.SIGTERM, signal.SIGINT:
+        for number in REQUESTS:
             signal.signal(number, signal.SIG_IGN)
 
 
@@ -55,12 +57,8 @@ def received(receive: Callable[[int], object]) -> Iterator[None]:
 
     if _asked:
         receive(_asked)
-    before = {number: signal.signal(number, handler) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
+    with _installed(dict.fromkeys(REQUESTS, handler)):
         yield
-    finally:
-        for number, earlier in before.items():
-            signal.signal(number, earlier)
 
 
 @contextlib.contextmanager
@@ -68,14 +66,11 @@ def handled() -> Iterator[None]:
     """Makes requests to stop of both signals; raises Preempted wherever no training defers it."""
     global _pid, _request, _is_training, _is_ending
     _pid, _request, _is_training, _is_ending = os.getpid(), 0, False, False
-    handlers = {signal.SIGTERM: _on_request, signal.SIGINT: _on_request, signal.SIGALRM: _on_alarm}
-    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    with _installed({**dict.fromkeys(REQUESTS, _on_request), signal.SIGALRM: _on_alarm}):
+        try:
+            yield
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 @contextlib.contextmanager
@@ -85,13 +80,8 @@ def fatal() -> Iterator[None]:
     For a rank that meets the others: there is nothing to save, and it waits in C++, where no
     handler of Python runs, also for one that has left already.
     """
-    numbers = signal.SIGTERM, signal.SIGINT
-    before = {number: signal.signal(number, signal.SIG_DFL) for number in numbers}
-    try:
+    with _installed(dict.fromkeys(REQUESTS, signal.SIG_DFL)):
         yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def loader_worker(number: int) -> None:
@@ -119,6 +109,17 @@ def end() -> None:
 def requested() -> int:
     """The signal that asks this rank to stop, 0 for none."""
     return _request
+
+
+@contextlib.contextmanager
+def _installed(handlers: Mapping[signal.Signals, Any]) -> Iterator[None]:
+    """Handles signals in other ways for a while."""
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _at_once(number: int, frame: FrameType | None) -> None:
