@@ -552,6 +552,17 @@ def test_a_trial_that_fails_or_has_no_number_is_marked_and_the_study_goes_on(swe
     assert states == ["COMPLETE", "COMPLETE", "FAIL", "FAIL", "COMPLETE", "COMPLETE"]
 
 
+def test_a_trial_whose_results_are_damaged_has_failed_and_the_study_goes_on(sweep):
+    def work(folder: Path) -> int:
+        complete(folder)
+        if folder.name == "1":
+            (folder / "results.json").write_text("{")
+        return 0
+
+    assert search(sweep, n=3, work=work) == (1, [*"012"])
+    assert [state for state, _, _ in trials()] == ["COMPLETE", "FAIL", "COMPLETE"]
+
+
 def test_a_trial_that_was_being_asked_when_its_sweep_was_killed_is_asked_again(sweep):
     """Its values lie in the study one by one, and the sampler's state is that of before."""
     words = ["optimizer.lr=interval(0.001,1)"]

@@ -18,8 +18,7 @@ from project.cli import MISTAKES, reason
 from project.console import say
 from project.errors import UserError
 from project.files import write_bytes
-from project.folder import read_results
-from project.jobs import Files, is_written, write_job, write_pruned
+from project.jobs import Files, is_written, read_job, write_job, write_pruned
 from project.parallel import Share
 from project.pruning import pruned
 from project.search_space import distribution
@@ -113,9 +112,8 @@ class OptunaSweeper(GridSweeper):
             job, before, after = pickle.loads(path.read_bytes())
             earlier = pickle.loads(after if is_written(path.parent / job) else before)
         except Exception as error:  # whatever unpickling comes to
-            reason = f"{type(error).__name__}: {error}"
-            text = f"{path} is damaged ({reason}). Without it the sampler starts anew."
-            raise UserError(text) from error
+            said = f"{path} is damaged ({type(error).__name__}: {error})."
+            raise UserError(f"{said} Without it the sampler starts anew.") from error
         return earlier if new is None or type(earlier) is type(new) else new
 
     def _asked(
@@ -168,7 +166,7 @@ class OptunaSweeper(GridSweeper):
         number, state = int(job.name), optuna.trial.TrialState
         with pruned(self._study, job, self.metric) as verdict:
             status = super().run_one(job, words, share)
-        results = read_results(job)
+        results = read_job(job).results  # of one whose files are damaged: failed
         value = results.get(self.metric)
         if verdict and results.get("status") != "failed":
             say(f"job {number} pruned after epoch {verdict[0]}")
