@@ -20,6 +20,7 @@ from torchvision.datasets import CIFAR10, ImageFolder
 from train import train
 
 from laws import composed
+
 from project.launch import run
 from project.sources import shapes
 
@@ -31,6 +32,9 @@ torch.set_num_threads(1)
 REPOSITORY = Path(__file__).parents[1]
 TRAIN = str(REPOSITORY / "train.py")
 REAL_IMAGES = REPOSITORY / "data" / "cifar10-jpeg"
+needs_docs = pytest.mark.skipif(
+    not (REPOSITORY / "docs").exists(), reason="this project has no docs/"
+)
 # A run of seconds on drawn shapes, to which tests add what they are about.
 TINY = [
     "experiment=quickstart",

@@ -144,7 +144,7 @@ def make_schedule(args: argparse.Namespace, optimizer: Optimizer, num_steps: int
 
 
 def seed_of_step(seed: int, epoch: int, batch: int, rank: int) -> int:
-    """63 bits of a BLAKE2b hash of these words and numbers, see docs/ddp.md."""
+    """63 bits of a BLAKE2b hash of these words and numbers."""
     words = repr(("step", seed, epoch, batch, rank)).encode()
     return int.from_bytes(hashlib.blake2b(words, digest_size=8).digest(), "big") >> 1
 

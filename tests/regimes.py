@@ -41,9 +41,9 @@ ALL_RAW = f"""{RICH_RAW} {AUGMENT_RAW} --optimizer adamw --weight-decay 0.05 --c
 ALL = f"""{RICH} {AUGMENT} optimizer=adamw trainer.gradient_clip_val=0.5 scheduler=cosine
     trainer.accumulate_grad_batches=3 label_smoothing=0.1"""
 
-DEFAULT_RAW = """--net project.model.SpeedNet --net-args {} --initialise --optimizer sgd --lr 0.5
-    --weight-decay 5e-4 --schedule linear --warmup 0.1 --label-smoothing 0.1
-    --padding 4 --given GIVEN/held_out_augment.pt --validate"""
+DEFAULT_RAW = """--net project.model.SpeedNet --net-args {} --initialise
+    --optimizer sgd --lr 0.5 --weight-decay 5e-4 --schedule linear --warmup 0.1
+    --label-smoothing 0.1 --padding 4 --given GIVEN/held_out_augment.pt --validate"""
 DEFAULT = """model=speednet model.widths=[64,256,256] optimizer=sgd scheduler=linear
     data.augment.crop_padding=4 data.augment.flip=true data.val_fraction=0.1 label_smoothing=0.1"""
 

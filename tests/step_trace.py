@@ -10,8 +10,9 @@ import torch.nn.functional as F
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins import MixedPrecision
 
-from project.errors import Preempted
 from reference_ddp import Trace
+
+from project.errors import Preempted
 
 
 class StepTrace(Callback):

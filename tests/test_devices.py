@@ -16,9 +16,10 @@ from torchvision.datasets import ImageFolder
 
 import laws
 from conftest import TINY, chosen, outcome, unless
-from project.model import CNN
 from step_trace import read_trace, step_losses
 from toy import spaced
+
+from project.model import CNN
 
 DOUBLE = ["trainer.precision=64-true"]
 AUGMENT = ["data.augment.flip=true", "data.augment.cutout=8"]

@@ -8,6 +8,7 @@ from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from conftest import TINY, history, outcome
+
 from project import checkpoint, plots
 from project.errors import UserError
 
@@ -152,11 +153,15 @@ RUN = "${oc.create:{_target_:os.system,command:'touch ran'}}"  # a resolver that
     ("group", "value", "message"),
     [
         ("model", {"_target_": "os.system", "command": "touch ran"}, "wants to build os.system"),
-        ("model", {"_target_": "project.sources.Image.open"}, "build project.sources.Image.open"),
-        ("model", {"_target_": "project.files.write_json"}, "build project.files.write_json"),
+        ("model", {"_target_": "project.sources.Image.open"}, "project.sources.Image.open"),
+        ("model", {"_target_": "project.files.write_json"}, "project.files.write_json"),
         ("model", {"_target_": "project.model.Gone"}, "Gone, which is not there"),
         ("model", {"_target_": "project.model.CNN", "widths": RUN}, "holds model.widths"),
-        ("model", {"_target_": "project.model.CNN", "widths": [{"_target_": "os.abort"}]}, "abort"),
+        (
+            "model",
+            {"_target_": "project.model.CNN", "widths": [{"_target_": "os.abort"}]},
+            "os.abort",
+        ),
         ("data", {"root": "${oc.env:HOME}"}, "holds data.root"),
         ("trainer", {"precision": RUN}, "holds trainer.precision"),
     ],

@@ -18,6 +18,8 @@ from omegaconf import OmegaConf
 
 import laws
 from conftest import TINY, outcome
+from toy import Plain
+
 from project import devices as devices_module
 from project import signals, sources
 from project.augment import normalise
@@ -29,7 +31,6 @@ from project.folder import unused_folder
 from project.launch import run
 from project.pack import pack
 from project.rank import run_rank
-from toy import Plain
 
 # Devices
 

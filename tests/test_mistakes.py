@@ -12,6 +12,7 @@ from torchvision.datasets import CIFAR10
 from train import main
 
 from conftest import REPOSITORY, TINY, TRAIN, environment, outcome
+
 from project import sources
 from project.cli import explained
 from project.errors import UserError

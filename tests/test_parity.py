@@ -9,16 +9,19 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torchvision.transforms.functional as TF
 from torch.utils.data import DistributedSampler
 from torchvision.datasets import ImageFolder
 
 import laws
-from conftest import REPOSITORY, chosen, history, unless
-from project.augment import Augment
-from project.data import stratified_split
-from reference_ddp import digest
+from conftest import REPOSITORY, chosen, history, needs_docs, unless
+from reference_ddp import augmented, digest
 from regimes import BATCH, EPOCHS, REGIMES, STEPS, words_of
 from step_trace import read_trace, step_losses
+from test_augment import FULL, MEAN, STD, batched
+
+from project.augment import Augment
+from project.data import stratified_split
 
 WORLDS = {"1 rank": ("cpu", 1), "2 ranks": ("cpu", 2), "4 ranks": ("cpu", 4)}
 WORLDS |= {f"{n} GPU": ("cuda", n) for n in (1, 2, 4) if n <= torch.cuda.device_count()}
@@ -210,6 +213,26 @@ def test_no_two_regimes_are_one(launched, world):
     assert len({digest(net) for net in nets}) == len(nets) > 4
 
 
+def one_by_one(image: torch.Tensor, row: torch.Tensor, augment: Augment) -> torch.Tensor:
+    """What torchvision makes of one uint8 image (3, 32, 32), given its row of the table."""
+    array = TF.to_tensor(image.permute(1, 2, 0).numpy())
+    return augmented(array, row.tolist(), augment.crop_padding, augment.cutout, MEAN, STD)
+
+
+@pytest.mark.parametrize(
+    "augment",
+    [FULL, Augment(crop_padding=31), Augment(flip=True), Augment(cutout=7), Augment()],
+    ids=str,
+)
+def test_a_thousand_real_images_are_augmented_as_by_torchvision(thousand_images, augment):
+    table = augment.table(1000, 32, seed=0, epoch=3)
+    expected = torch.stack(
+        [one_by_one(i, r, augment) for i, r in zip(thousand_images, table, strict=True)]
+    )
+    assert torch.equal(batched(thousand_images, table, augment), expected)
+
+
+@needs_docs
 @pytest.mark.slow
 def test_the_commands_of_the_page_come_to_the_same(command, some_images, tmp_path):
     page = (REPOSITORY / "docs/ddp.md").read_text()

@@ -10,6 +10,7 @@ import sys
 import pytest
 
 from conftest import TINY, TRAIN, environment
+
 from project import progress
 
 

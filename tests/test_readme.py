@@ -13,10 +13,11 @@ from train import train
 
 from conftest import REPOSITORY
 from laws import composed
+from regimes import REGIMES
+
 from project.errors import UserError
 from project.launch import run
 from project.resume import take_up
-from regimes import REGIMES
 
 README = (REPOSITORY / "README.md").read_text()
 PAGES = README + "".join(path.read_text() for path in (REPOSITORY / "docs").glob("*.md"))

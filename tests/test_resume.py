@@ -17,6 +17,7 @@ from train import train
 
 from conftest import REPOSITORY, TINY, history, outcome
 from laws import asked_to_stop, differences, interrupted, launch
+
 from project import signals
 from project.checkpoint import begun
 from project.errors import Preempted, RankFailed, UserError

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from conftest import history, outcome
+
 from project.model import CNN
 
 # What a shell may have left over from other launchers; none of it may reach a rank.

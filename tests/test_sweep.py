@@ -29,9 +29,11 @@ from omegaconf import OmegaConf
 from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 from train import main
 
-import project.sweep
-from conftest import REPOSITORY, TINY, outcome
+from conftest import REPOSITORY, TINY, needs_docs, outcome
 from laws import busy, composed, differences
+from test_readme import TRAININGS
+
+import project.sweep
 from project import parallel, signals, sweep_plot
 from project.agent import start_fork_server
 from project.cli import explained
@@ -46,7 +48,6 @@ from project.search import OptunaSweeper
 from project.search_space import distribution
 from project.sweep import Sweep
 from project.sweeper import GridSweeper
-from test_readme import TRAININGS
 
 TINY = [*(word for word in TINY if "batch_size" not in word), "data.batch_size=60", "logger=none"]
 DEVICES = [1, 2, 3, 1]
@@ -364,14 +365,14 @@ def test_what_goes_wrong_around_a_job_ends_no_other(sweep, capfd):
 def test_the_summary_can_be_asked_for_at_any_time(sweep, monkeypatch, capfd):
     sweep("-m", "seed=0,1", "hydra.sweep.dir=s")
     Path("s/1/results.json").unlink()
-    monkeypatch.setattr(sys, "argv", ["project.sweep", "s"])
+    monkeypatch.setattr(sys, "argv", ["sweep", "s"])
     with in_use(Path("s/1")):
         project.sweep.main()
     assert capfd.readouterr().out.count("running") == 1
     project.sweep.main()
     assert capfd.readouterr().out.count("interrupted") == 1
-    monkeypatch.setattr(sys, "argv", ["project.sweep", "nowhere"])
-    with pytest.raises(SystemExit, match=r"project.sweep: nowhere holds no sweep"):
+    monkeypatch.setattr(sys, "argv", ["sweep", "nowhere"])
+    with pytest.raises(SystemExit, match=r"sweep: nowhere holds no sweep"):
         project.sweep.main()
 
 
@@ -387,6 +388,7 @@ def test_each_sweep_of_the_pages_is_composed(sweep, command):
     assert len(ran) > 1
 
 
+@needs_docs
 def test_a_sweep_of_ones_own_is_a_file(sweep, tmp_path, capfd):
     """The one of docs/sweeps.md, from another folder of configs."""
     page = (REPOSITORY / "docs/sweeps.md").read_text()

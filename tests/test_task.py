@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from project import sources
+from project import progress, sources
 from project.augment import Augment, normalise
 from project.datamodule import ImageDataModule
 from project.errors import UserError
@@ -223,9 +223,10 @@ def test_the_line_of_a_step_shows_the_loss(make_data, caplog, accumulate):
     trainer = make_trainer(
         accumulate_grad_batches=accumulate, log_every_n_steps=2, callbacks=[Progress()]
     )
-    with caplog.at_level("INFO", "project"):
+    name = progress.log.name
+    with caplog.at_level("INFO", name):
         trainer.fit(make_task(Uniform(3072, 10)), datamodule=make_data())
-    lines = [record.getMessage() for record in caplog.records if record.name == "project"]
+    lines = [record.getMessage() for record in caplog.records if record.name == name]
     epochs = [1, 1, 1, 2, 2, 2]
     steps = zip(epochs, range(2, 13, 2), strict=True)
     expected = [f"epoch {epoch}/2  step {step}/12  loss 2.3026  lr" for epoch, step in steps]

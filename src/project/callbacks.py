@@ -14,7 +14,7 @@ from project.errors import Preempted
 from project.failure import StepFile
 from project.files import link_atomically, write_csv
 
-log = logging.getLogger("project")
+log = logging.getLogger(__package__)
 
 
 class RunRecord(Checkpoint):

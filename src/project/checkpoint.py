@@ -15,7 +15,7 @@ from project.errors import UserError
 LAST = "checkpoints/last.ckpt"
 PREVIOUS = "checkpoints/previous.ckpt"
 
-log = logging.getLogger("project")
+log = logging.getLogger(__package__)
 
 
 def read(path: str, key: str) -> dict[str, Any]:

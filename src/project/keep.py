@@ -10,7 +10,7 @@ import torch
 from project.checkpoint import LAST, PREVIOUS
 from project.files import link_atomically, write_atomically
 
-log = logging.getLogger("project")
+log = logging.getLogger(__package__)
 
 Entry = dict[str, Any]
 

@@ -20,7 +20,7 @@ from torch.utils.data import Dataset
 
 from project.errors import UserError
 
-log = logging.getLogger("project")
+log = logging.getLogger(__package__)
 
 Source = Callable[[Path, str, int], Any]  # (root, split, image_size) -> sources.Listing
 
@@ -123,7 +123,8 @@ def pack_folder(root: Path) -> Path:
     if os.access(parent, os.W_OK):
         return root / ".packed"
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return cache / "project" / hashlib.blake2b(bytes(root.resolve()), digest_size=8).hexdigest()
+    name = hashlib.blake2b(bytes(root.resolve()), digest_size=8).hexdigest()
+    return cache / str(__package__) / name
 
 
 def _identity(source: Source, root: Path, split: str, image_size: int) -> str:

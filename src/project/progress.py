@@ -14,7 +14,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # pyright: ignore
 from tqdm import tqdm
 
-log = logging.getLogger("project")
+log = logging.getLogger(__package__)
 
 SECONDS_BETWEEN = 0.3  # two refreshments of the bar
 

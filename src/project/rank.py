@@ -32,7 +32,7 @@ from project.secret import hide
 
 Train = Callable[[DictConfig, Path], dict[str, Any]]
 
-log = logging.getLogger("project")
+log = logging.getLogger(__package__)
 
 
 def run_rank(folder: Path, train: Train, store: dist.Store | None = None) -> None:

@@ -168,12 +168,12 @@ def _cell(name: str, value: Any) -> str:
 
 def main() -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m project.sweep", description=__doc__)
+    parser = argparse.ArgumentParser("python -m project.sweep", description=__doc__)
     parser.add_argument("folder", type=Path, help="of the sweep, such as multirun/DATE/TIME")
     try:
         summarise(parser.parse_args().folder)
     except UserError as error:
-        sys.exit(f"project.sweep: {error}")
+        sys.exit(f"sweep: {error}")
 
 
 if __name__ == "__main__":
