@@ -20,17 +20,17 @@ def renamed(path: str, text: str, modules: Set[str], name: str) -> str:
     """A file's text with the package called `name`.
 
     In Python what an import names or has named; elsewhere, and in strings and comments, the word
-    before a module of the package (`project.model.CNN`), in its folder (`src/project`), and in
-    commands and imports that are quoted. Every other "project" is a word.
+    that begins a dotted path (`project.model`, `project.mine.Net`), in the name of its folder
+    (`src/project`), and in commands and imports that are quoted. Every other is a word.
 
     Args:
-        modules: of the package.
+        modules: of the package, whose paths may have one dot.
 
     Raises:
         ValueError: Python that cannot be parsed.
     """
     is_ours = re.compile(
-        rf"""(?<![\w./-])(?<!\n\[){PACKAGE}(?=\.(?:{"|".join(sorted(modules))})\b)
+        rf"""(?<![\w./{{-])(?<!\n\[){PACKAGE}(?=\.(?:(?:{"|".join(sorted(modules))})\b|\w+\.\w))
         |(?<=\bsrc/){PACKAGE}\b
         |(?<=\bfrom[ ]){PACKAGE}(?=[ ]import\b)
         |(?<=-m[ ]){PACKAGE}\b""",
@@ -65,7 +65,7 @@ def _names(code: str) -> set[int]:
             ours = [alias for alias in node.names if _is_ours(alias.name)]
             is_bound |= any(alias.asname is None for alias in ours)
             imports += ours
-        elif isinstance(node, ast.Name) and node.id == PACKAGE:
+        elif isinstance(node, ast.Name) and node.id == PACKAGE and isinstance(node.ctx, ast.Load):
             uses.append(node)
     lines, starts = list(io.StringIO(code, newline="")), _line_starts(code)
     return {

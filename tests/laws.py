@@ -1,6 +1,6 @@
 """Programs of a rank: many trainings in one set of processes, since starting those takes longest.
 
-Each is a Train, see project.rank; what it returns is in the `results.json` of its folder.
+Each is a Train of rank.py; what it returns is in the `results.json` of its folder.
 """
 
 import csv

@@ -23,7 +23,11 @@ from project.model import CNN
 
 DOUBLE = ["trainer.precision=64-true"]
 AUGMENT = ["data.augment.flip=true", "data.augment.cutout=8"]
-OF_CNN = ["model._target_=project.model.CNN", "~model.width", "+model.widths=[8,16]"]
+OF_CNN = [
+    "model._target_=project.model.CNN",
+    "~model.width",
+    "+model.widths=[8,16]",
+]
 TRACE = [f"+callbacks.{name}._target_=step_trace.{name}" for name in ("StepTrace", "Inputs")]
 TRAININGS = {  # of 12 steps if nothing else is said, 7 of them an epoch
     "float64": [*DOUBLE, *AUGMENT],

@@ -1,6 +1,7 @@
 """Everyday use, each job in this process on one rank."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -149,19 +150,20 @@ def test_a_stored_config_builds_nothing_that_is_not_trusted(job, trained):
 RUN = "${oc.create:{_target_:os.system,command:'touch ran'}}"  # a resolver that builds anything
 
 
+def foreign(target: str, **arguments: Any) -> dict[str, Any]:
+    """A node that builds something of this package."""
+    return {"_target_": f"{checkpoint.__package__}.{target}", **arguments}
+
+
 @pytest.mark.parametrize(
     ("group", "value", "message"),
     [
         ("model", {"_target_": "os.system", "command": "touch ran"}, "wants to build os.system"),
-        ("model", {"_target_": "project.sources.Image.open"}, "project.sources.Image.open"),
-        ("model", {"_target_": "project.files.write_json"}, "project.files.write_json"),
-        ("model", {"_target_": "project.model.Gone"}, "Gone, which is not there"),
-        ("model", {"_target_": "project.model.CNN", "widths": RUN}, "holds model.widths"),
-        (
-            "model",
-            {"_target_": "project.model.CNN", "widths": [{"_target_": "os.abort"}]},
-            "os.abort",
-        ),
+        ("model", foreign("sources.Image.open"), "wants to build .+sources.Image.open"),
+        ("model", foreign("files.write_json"), "wants to build .+files.write_json"),
+        ("model", foreign("model.Gone"), "Gone, which is not there"),
+        ("model", foreign("model.CNN", widths=RUN), "holds model.widths"),
+        ("model", foreign("model.CNN", widths=[{"_target_": "os.abort"}]), "abort"),
         ("data", {"root": "${oc.env:HOME}"}, "holds data.root"),
         ("trainer", {"precision": RUN}, "holds trainer.precision"),
     ],

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import re
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -211,6 +212,14 @@ def test_the_overflow_has_happened(pair):
 def test_no_two_regimes_are_one(launched, world):
     nets = [torch.load(path) for path in launched.glob("raw-*/net.pt")]
     assert len({digest(net) for net in nets}) == len(nets) > 4
+
+
+@needs_docs
+def test_each_regime_that_the_page_names_exists():
+    page = (REPOSITORY / "docs/ddp.md").read_text()
+    named = re.findall(r"::test_\w+\[(.+?)-\d ranks?\]", page)
+    assert len(named) > 5
+    assert {*named} <= {*REGIMES}
 
 
 def one_by_one(image: torch.Tensor, row: torch.Tensor, augment: Augment) -> torch.Tensor:

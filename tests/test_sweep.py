@@ -33,7 +33,6 @@ from conftest import REPOSITORY, TINY, needs_docs, outcome
 from laws import busy, composed, differences
 from test_readme import TRAININGS
 
-import project.sweep
 from project import parallel, signals, sweep_plot
 from project.agent import start_fork_server
 from project.cli import explained
@@ -46,7 +45,8 @@ from project.parallel import Share, run_at_once
 from project.resume import resumed, take_up_sweep
 from project.search import OptunaSweeper
 from project.search_space import distribution
-from project.sweep import Sweep
+from project.sweep import Sweep, summarise
+from project.sweep import main as main_of_summary
 from project.sweeper import GridSweeper
 
 TINY = [*(word for word in TINY if "batch_size" not in word), "data.batch_size=60", "logger=none"]
@@ -367,13 +367,13 @@ def test_the_summary_can_be_asked_for_at_any_time(sweep, monkeypatch, capfd):
     Path("s/1/results.json").unlink()
     monkeypatch.setattr(sys, "argv", ["sweep", "s"])
     with in_use(Path("s/1")):
-        project.sweep.main()
+        main_of_summary()
     assert capfd.readouterr().out.count("running") == 1
-    project.sweep.main()
+    main_of_summary()
     assert capfd.readouterr().out.count("interrupted") == 1
     monkeypatch.setattr(sys, "argv", ["sweep", "nowhere"])
     with pytest.raises(SystemExit, match=r"sweep: nowhere holds no sweep"):
-        project.sweep.main()
+        main_of_summary()
 
 
 @pytest.mark.slow
@@ -467,7 +467,7 @@ def test_damaged_files_of_one_job_take_the_summary_from_no_other(sweep, capfd, f
     sweep("-m", "seed=1,2", "hydra.sweep.dir=s")
     Path("s/1", file).write_bytes(content)
     capfd.readouterr()
-    project.sweep.summarise(Path("s"))
+    summarise(Path("s"))
     out = capfd.readouterr().out
     assert "best: job 0, val/acc 0.1000" in out or file == "metrics.csv"
     assert out.count("complete") == 1 or file == "metrics.csv"

@@ -140,7 +140,7 @@ class RunRecord(Checkpoint):
         """Notes an improvement, and saves it at once if validation ran inside an epoch."""
         if trainer.state.fn != TrainerFn.FITTING or trainer.sanity_checking:
             return
-        values = {name: pl_module.metrics[name] for name in ("val/loss", "val/acc")}
+        values = {name: v for name, v in pl_module.metrics.items() if name.startswith("val/")}
         self._new = self.best.enter({"step": trainer.global_step, **values}) or self._new
         if not trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:
             self._agreement.is_save_due |= self._new is not None

@@ -21,7 +21,7 @@ GIB = 2**30
 
 def main() -> int:
     """Prints the report; returns the exit status."""
-    parser = argparse.ArgumentParser("python -m project.env", description=str(__doc__))
+    parser = argparse.ArgumentParser(f"python -m {__package__}.env", description=str(__doc__))
     parser.add_argument(
         "--json", action="store_true", help="print one JSON object and nothing else"
     )

@@ -68,8 +68,8 @@ def untrusted(cfg: DictConfig) -> list[str]:
 def _refuse_foreign_code(cfg: DictConfig, own: DictConfig) -> None:
     """Refuses what can run code, unless the user's own config says the same.
 
-    That is a `_target_`, which has to be defined in a trusted package (`project.model.os.system`
-    is not), and an interpolation, whose resolver can build anything.
+    That is a `_target_`, which has to be defined in a trusted package (`...model.os.system` is
+    not), and an interpolation, whose resolver can build anything.
     """
     own_leaves = set(_leaves(own))
     own_targets = {value for key, value in own_leaves if key.endswith("._target_")}

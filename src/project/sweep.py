@@ -1,6 +1,7 @@
-"""What came of a sweep: `python -m project.sweep FOLDER`, also while it goes on.
+"""What came of a sweep: `python -m project.sweep FOLDER`
 
-A table on the console, the same in `sweep.csv`, pictures in `sweep.png`, the best job.
+Also while it goes on. A table on the console, the same in `sweep.csv`, pictures in `sweep.png`,
+the best job.
 """
 
 import argparse
@@ -168,7 +169,7 @@ def _cell(name: str, value: Any) -> str:
 
 def main() -> None:
     """The command line."""
-    parser = argparse.ArgumentParser("python -m project.sweep", description=__doc__)
+    parser = argparse.ArgumentParser(f"python -m {__package__}.sweep", description=__doc__)
     parser.add_argument("folder", type=Path, help="of the sweep, such as multirun/DATE/TIME")
     try:
         summarise(parser.parse_args().folder)

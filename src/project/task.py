@@ -156,10 +156,18 @@ class Classifier(lightning.LightningModule):
         loss, accuracy, count = sums.reduce()
         if stage != "train":
             self.confusion = self._confusion.reduce()
-        values = {f"{stage}/loss": loss, f"{stage}/acc": accuracy}
+        self.publish({f"{stage}/loss": loss, f"{stage}/acc": accuracy})
+        return count
+
+    def publish(self, values: dict[str, float]) -> None:
+        """Brings values of an epoch to metrics.csv, results.json, loggers, and what monitors them.
+
+        For callbacks with a metric of their own, in a hook `on_..._epoch_end`.
+
+        Args:
+            values: equal on all ranks, by names such as "val/f1".
+        """
         self.metrics |= values
-        # For other people's callbacks. Already reduced: no sync_dist, which would average again.
-        self.log_dict(values, logger=False)
+        self.log_dict(values, logger=False)  # reduced already: sync_dist would average again
         for logger in self.trainer.loggers:  # not by log_dict, which counts steps from 0
             logger.log_metrics(values, self.trainer.global_step)
-        return count

@@ -1,0 +1,391 @@
+"""A project made from this repository is whole and has its own name; cruft updates it."""
+
+import ast
+import os
+import re
+import shutil
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hooks.copying import MARK, PARTS, TEMPLATE_ONLY, template_files
+from hooks.names import LONGEST, TAKEN, suggestion, unfit
+from hooks.rename import renamed
+from packaging.requirements import Requirement
+
+from conftest import REPOSITORY
+
+NASTY = 'Says "hi", it\'s <b>50 %</b> of \\ and # ü'
+# Projects to make: name, package, other answers. All eight choices of parts are among them.
+COPIES: dict[str, tuple[str, dict[str, str]]] = {
+    "My Project": ("my_project", {}),
+    "my-net": ("my_net", {"keep_parity": "no", "license": "Apache-2.0", "author": 'J. "J" Döe'}),
+    "Nets": ("other", {"keep_docs": "no", "package_name": "other", "license": "BSD-3-Clause"}),
+    "a.ai": ("a_ai", {"keep_ci": "no", "license": "none", "description": NASTY}),
+    "Zürich Élan": ("zurich_elan", {"keep_parity": "no", "keep_docs": "no"}),
+    "x": ("x", {"keep_docs": "no", "keep_ci": "no", "author": "X"}),
+    "y" * LONGEST: ("y" * LONGEST, {"keep_parity": "no", "keep_ci": "no"}),
+    "Same": ("project", {"package_name": "project", **dict.fromkeys(PARTS, "no")}),
+}
+FOLDERS = dict(zip(COPIES, ["my-project", "my-net", "nets", "a-ai", "zurich-elan"], strict=False))
+in_every_copy = pytest.mark.parametrize("name", COPIES)
+
+
+def done(*words: Any, at: Path, check: bool = True, **variables: str) -> str:
+    """What a command says, of which git and cookiecutter do not know the caller."""
+    known = {key: value for key, value in os.environ.items() if not key.startswith("GIT_")}
+    ran = subprocess.run(
+        [*map(str, words)],
+        cwd=at,
+        env={**known, "HOME": str(at), **variables},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert not check or ran.returncode == 0, ran.stdout
+    return ran.stdout
+
+
+def make(template: Any, place: Path, name: str, check: bool = True, **answers: str) -> Path:
+    """The folder of a new project; in `place` alone."""
+    place.mkdir(parents=True, exist_ok=True)
+    words = [f"project_name={name}", *(f"{key}={value}" for key, value in answers.items())]
+    cookiecutter = sys.executable, "-m", "cookiecutter", template, "--no-input", *words
+    said = done(*cookiecutter, at=place, check=check)
+    made = [path for path in place.iterdir() if path.is_dir() and not path.name.startswith(".")]
+    assert len(made) == 1, said
+    return made[0]
+
+
+def commit(folder: Path) -> None:
+    for words in ["init", "-q"], ["add", "-A"], ["commit", "-qm", "all"]:
+        done("git", "-c", "user.name=N", "-c", "user.email=E", *words, at=folder)
+
+
+def texts(folder: Path) -> dict[str, bytes]:
+    """All files but git's, by path."""
+    paths = [path for path in folder.rglob("*") if path.is_file()]
+    paths = [path for path in paths if not {".git", "__pycache__"} & {*path.parts}]
+    paths = [path for path in paths if not path.name.startswith(".cookiecutter")]
+    return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
+
+
+@pytest.fixture(scope="session")
+def template(tmp_path_factory: Any) -> Path:
+    """This repository as somebody gets it, with files as they stand."""
+    folder = tmp_path_factory.mktemp("template") / "project"
+    for path in template_files(REPOSITORY):
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(REPOSITORY / path, folder / path)
+    commit(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def copies(template: Path, tmp_path_factory: Any) -> dict[str, Path]:
+    place = tmp_path_factory.mktemp("copies")
+    return {
+        name: make(template, place / package, name, **answers)
+        for name, (package, answers) in COPIES.items()
+    }
+
+
+# What a project holds
+
+
+@in_every_copy
+def test_all_files_are_there_but_the_templates_and_those_not_wanted(copies, name):
+    package, answers = COPIES[name]
+    unwanted = [p for part, paths in PARTS.items() if answers.get(part) == "no" for p in paths]
+    left_out = [*TEMPLATE_ONLY, *unwanted]
+    expected = {
+        re.sub("^src/project/", f"src/{package}/", path)
+        for path in template_files(REPOSITORY)
+        if not any(path == part or path.startswith(f"{part}/") for part in left_out)
+    }
+    licence = {"LICENSE"} if answers.get("license") != "none" else set()
+    assert texts(copies[name]).keys() == expected | {"README.md"} | licence
+
+
+def test_each_part_that_can_be_left_out_exists():
+    for path in [*TEMPLATE_ONLY, *(path for paths in PARTS.values() for path in paths)]:
+        assert (REPOSITORY / path).exists(), path
+
+
+@in_every_copy
+def test_nothing_else_has_changed(copies, name):
+    package = COPIES[name][0]
+    for path, content in texts(copies[name]).items():
+        if path in ("README.md", "LICENSE", "pyproject.toml"):
+            continue
+        own = (REPOSITORY / path.replace(f"src/{package}/", "src/project/")).read_bytes()
+        kept = [line for line in own.split(b"\n") if MARK.encode() not in line]
+        assert content.count(b"\n") + 1 == len(kept), path
+        if package not in ("x", "other"):  # which are words
+            assert content.replace(package.encode(), b"project") == b"\n".join(kept), path
+
+
+@pytest.mark.parametrize("name", [name for name in COPIES if name != "Same"])
+def test_the_old_name_is_nowhere(copies, name):
+    modules = "|".join(path.stem for path in (REPOSITORY / "src/project").glob("*.py"))
+    for path, content in texts(copies[name]).items():
+        if path.endswith(".png"):
+            continue
+        assert not re.search(rf"\bproject\.({modules})\b|src/project|-m project", content.decode())
+        if path.endswith(".py"):
+            nodes = [*ast.walk(ast.parse(content))]
+            found = {n.module for n in nodes if isinstance(n, ast.ImportFrom)}
+            found |= {a.name for n in nodes if isinstance(n, ast.Import) for a in n.names}
+            assert "project" not in {str(module).split(".")[0] for module in found}, path
+            assert not any(isinstance(n, ast.Name) and n.id == "project" for n in nodes), path
+
+
+@in_every_copy
+def test_metadata_and_licence_are_its_own(copies, name):
+    tomllib = pytest.importorskip("tomllib")
+    package, answers = COPIES[name]
+    own = tomllib.loads((copies[name] / "pyproject.toml").read_text())
+    about = own["project"]
+    assert about["name"] == package.replace("_", "-")
+    assert about["description"] == answers.get("description", "Image classifiers under DDP")
+    assert about.get("authors", [{}])[0].get("name", "") == answers.get("author", "")
+    licence = answers.get("license", "MIT")
+    assert about.get("license", "none") == licence
+    assert own["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"] == [f"src/{package}"]
+    if licence == "none":
+        assert "license-files" not in about
+        return
+    words = {"MIT": "MIT License", "Apache-2.0": "Apache License", "BSD-3-Clause": "BSD 3-Clause"}
+    text = (copies[name] / "LICENSE").read_text()
+    assert words[licence] in text
+    if licence != "Apache-2.0":
+        assert answers.get("author", f"the authors of {name}") in text
+
+
+@in_every_copy
+def test_the_readme_is_its_own(copies, name):
+    package, answers = COPIES[name]
+    page = (copies[name] / "README.md").read_text()
+    assert page.startswith(f"# {name}\n\n{answers.get('description', 'Image classifiers')}")
+    assert "pip install -e . && python train.py experiment=quickstart" in page
+    assert f"python -m {package}.env" in page
+    assert "{{" not in page
+    assert "{%" not in page
+    assert len(page.splitlines()) < 70
+    for link in re.findall(r"\]\(([^)#:]+)\)", page):
+        assert (copies[name] / link).exists()
+    for part, word in ("keep_ci", ".ci/run"), ("keep_docs", "docs/"), ("keep_parity", "reference"):
+        if answers.get(part) == "no":
+            assert word not in page
+
+
+@in_every_copy
+def test_ruff_finds_nothing(copies, name):
+    for command in ["check", "--no-cache"], ["format", "--check", "--no-cache"]:
+        done(sys.executable, "-m", "ruff", *command, ".", at=copies[name])
+
+
+@in_every_copy
+def test_it_is_a_repository_of_one_commit(copies, name):
+    assert done("git", "rev-list", "--count", "HEAD", at=copies[name]) == "1\n"
+    assert done("git", "status", "--porcelain", at=copies[name]) == ""
+
+
+# Its tests
+
+COLLECT = """
+import os, sys
+import lightning, matplotlib, pytest, torch, torchmetrics, torchvision
+import tensorboard.backend.event_processing.event_accumulator
+for folder in sys.argv[1:]:
+    if os.fork() == 0:
+        os.chdir(folder)
+        sys.path.insert(0, "src")
+        status = pytest.main(["--collect-only", "-qm", "slow or not slow", "-pno:cacheprovider"])
+        print("status", int(status), folder)
+        sys.stdout.flush()
+        os._exit(0)
+    os.wait()
+"""
+
+
+@pytest.fixture(scope="module")
+def collected(copies, tmp_path_factory) -> dict[str, list[str]]:
+    """The ids of the tests of each project, and of this one ("")."""
+    folders = {"": REPOSITORY, **copies}
+    place = tmp_path_factory.mktemp("collected")
+    path = os.pathsep.join(p for p in sys.path if not Path(p).is_relative_to(REPOSITORY))
+    said = done(sys.executable, "-c", COLLECT, *folders.values(), at=place, PYTHONPATH=path)
+    parts = re.split(r"status (\d) .*\n", said)
+    assert parts[1::2] == ["0"] * len(folders), said
+    return {
+        name: [line for line in part.splitlines() if "::" in line]
+        for name, part in zip(folders, parts[::2], strict=False)
+    }
+
+
+@in_every_copy
+def test_its_tests_are_ours_but_those_of_files_left_out(collected, copies, name):
+    def functions(ids: list[str]) -> set[str]:
+        return {line.split("[")[0] for line in ids}
+
+    def is_kept(line: str) -> bool:
+        return (copies[name] / line.split("::")[0]).exists()
+
+    assert functions(collected[name]) == {*filter(is_kept, functions(collected[""]))}
+    gone = {line.split("::")[0] for line in collected[""] if not is_kept(line)}
+    ours = ["tests/test_copy.py", "tests/test_front_page.py"]
+    unwanted = [p for part in PARTS if COPIES[name][1].get(part) == "no" for p in PARTS[part]]
+    assert gone == {*ours, *(path for path in unwanted if "test_" in path)}
+
+
+def test_the_default_project_has_each_case_of_ours(collected):
+    def cases(ids: list[str]) -> set[str]:
+        # Those of the README are commands, of which a project has its own.
+        others = re.compile("tests/test_(copy|front_page|readme)|.*_of_the_pages")
+        return {line for line in ids if not others.match(line)}
+
+    own = {line.replace("my_project.", "project.") for line in collected["My Project"]}
+    assert cases([*own]) == cases(collected[""])
+    assert len(own) > 1000
+
+
+# Names
+
+
+@pytest.mark.parametrize(
+    ("name", "package"),
+    [
+        ("my-net", "my_net"),
+        ("My Net", "my_net"),
+        ("a.ai", "a_ai"),
+        ("Crème Brûlée", "creme_brulee"),
+        ("Straße 9", "strasse_9"),
+        ("CamelCase", "camelcase"),
+        ("  a  b  ", "a_b"),
+        ("it's", "it_s"),
+    ],
+)
+def test_a_name_gives_a_package(template, tmp_path, name, package):
+    folder = make(template, tmp_path, name)
+    assert [path.name for path in (folder / "src").iterdir()] == [package]
+
+
+@pytest.mark.parametrize(
+    ("answers", "words"),
+    [
+        (["project_name=class"], "'class' is a keyword of Python. Try package_name=my_class."),
+        (["project_name=3D Net"], "'3d_net' begins with a digit. Try package_name=my_3d_net."),
+        (["project_name="], "holds no letter or digit"),
+        (["project_name=..."], "holds no letter or digit"),
+        (["project_name=Email"], "a module of Python's. Try package_name=my_email."),
+        (["project_name=Torch"], "this project needs. Try package_name=my_torch."),
+        (["project_name=PyTorch-Lightning"], "needs. Try package_name=my_pytorch_lightning."),
+        (["project_name=Train"], "a module beside the package. Try package_name=my_train."),
+        (["project_name=a", "package_name=My Pkg"], "Try package_name=my_pkg."),
+        (["project_name=a", "package_name=été"], "Try package_name=ete."),
+        (["project_name=a", "package_name="], "is empty"),
+        (["project_name=" + "long " * 9], "longer than 30 characters. Try package_name=long_"),
+        (["project_name=a", "description=b\nc"], "has to be one line"),
+    ],
+)
+def test_a_name_that_cannot_be_is_refused_before_a_file_is_written(
+    template, tmp_path, answers, words
+):
+    said = done(
+        *(sys.executable, "-m", "cookiecutter", template, "--no-input", *answers),
+        at=tmp_path,
+        check=False,
+    )
+    assert words in said
+    assert "Traceback" not in said or "description" in answers[1]
+    assert not [path for path in tmp_path.iterdir() if not path.name.startswith(".")]
+
+
+@pytest.mark.parametrize(
+    "name", ["class", "3d", "", "json", "torch", "é", "深", "laws", "_", "A-b"]
+)
+def test_what_is_suggested_is_fit(name):
+    assert unfit(name)
+    assert unfit(suggestion(name)) is None
+
+
+def test_no_package_that_comes_with_ours_can_be_shadowed():
+    lines = (REPOSITORY / "pyproject.toml").read_text().splitlines()
+    only = {line.split('"')[1] for line in lines if MARK in line and line.startswith('    "')}
+    own = [Requirement(line) for line in metadata.requires("project") or []]
+    todo = [r.name for r in own if not any(line.startswith(r.name) for line in only)]
+    found: set[str] = set()
+    while todo:
+        name = re.sub(r"[-_.]+", "-", todo.pop()).lower()
+        if name in found:
+            continue
+        try:
+            requirements = [*map(Requirement, metadata.requires(name) or [])]
+        except metadata.PackageNotFoundError:  # for another system
+            continue
+        found.add(name)
+        extras = [{"extra": "nodejs" if name == "pyright" else ""}]
+        todo += [
+            r.name for r in requirements if not r.marker or any(map(r.marker.evaluate, extras))
+        ]
+    imports = metadata.packages_distributions().items()
+    named = {i for i, dists in imports if found & {re.sub("[-_.]+", "-", d).lower() for d in dists}}
+    named |= {name.replace("-", "_") for name in found}
+    assert len(named) > 80
+    public = {name.lower() for name in named if re.fullmatch("[A-Za-z][A-Za-z0-9_]*", name)}
+    assert public - TAKEN == set()
+
+
+# The rename
+
+BEFORE = '''
+"""About project.model, a project of mine; see src/project/model.py. python -m project.model x."""
+import project.model, projects, project as p
+from project import model  # from project import model
+from project.model import CNN
+from my import project as other
+from . import project
+import other.project.model
+def f(a, project_=1, **kw): return kw["project"], a.project.model, f(a, project=1)
+x = {"_target_": "project.model.CNN", "project": "project"}, "my.project.model", "pyproject.toml"
+y = project.model.CNN, f"{project.model}", "project. Model", "project.unknown", "é", project
+class Project: project: int = 1
+'''.replace("from . import project\n", "")
+AFTER = '''
+"""About net.model, a project of mine; see src/net/model.py. python -m net.model x."""
+import net.model, projects, net as p
+from net import model  # from net import model
+from net.model import CNN
+from my import project as other
+import other.project.model
+def f(a, project_=1, **kw): return kw["project"], a.project.model, f(a, project=1)
+x = {"_target_": "net.model.CNN", "project": "project"}, "my.project.model", "pyproject.toml"
+y = net.model.CNN, f"{net.model}", "project. Model", "project.unknown", "é", net
+class Project: project: int = 1
+'''.replace("project: int = 1", "project: int = 1")
+TOML = """
+[project]
+name = "project"
+[project.model]
+packages = ["src/project"]
+include = ["src/project/{model}.py", "my-project"]
+"""
+YAML = """
+wandb: {_target_: lightning.pytorch.loggers.WandbLogger, project: project}  # your project's name
+project:
+  model: {_target_: project.model.CNN, x: ${project.model}, y: "${{ project }}"}
+"""
+
+
+def test_the_package_is_renamed_and_the_word_is_not():
+    assert renamed("a.py", BEFORE, {"model"}, "net") == AFTER
+    toml = TOML.replace("src/project", "src/net")
+    assert renamed("a.toml", TOML, {"model"}, "net") == toml
+    yaml = YAML.replace("_: project.model.CNN", "_: net.model.CNN")
+    assert renamed("a.yaml", YAML, {"model"}, "net") == yaml
+    no_import = "def f(project):\n    return project.model\n"
+    assert renamed("a.py", no_import, {"model"}, "net") == no_import
