@@ -1,6 +1,7 @@
 """A project made from this repository is whole and has its own name; cruft updates it."""
 
 import ast
+import json
 import os
 import re
 import shutil
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hooks.copying import MARK, PARTS, TEMPLATE_ONLY, template_files
+from hooks.copying import MARK, PARTS, TEMPLATE_ONLY, _not_ignored, template_files
 from hooks.names import LONGEST, TAKEN, suggestion, unfit
 from hooks.rename import renamed
 from packaging.requirements import Requirement
@@ -49,12 +50,12 @@ def done(*words: Any, at: Path, check: bool = True, **variables: str) -> str:
     return ran.stdout
 
 
-def make(template: Any, place: Path, name: str, check: bool = True, **answers: str) -> Path:
+def make(template: Any, place: Path, name: str, /, **answers: str) -> Path:
     """The folder of a new project; in `place` alone."""
     place.mkdir(parents=True, exist_ok=True)
     words = [f"project_name={name}", *(f"{key}={value}" for key, value in answers.items())]
-    cookiecutter = sys.executable, "-m", "cookiecutter", template, "--no-input", *words
-    said = done(*cookiecutter, at=place, check=check)
+    words = [sys.executable, "-m", "cookiecutter", template, "--no-input", *words]
+    said = done(*words, at=place)
     made = [path for path in place.iterdir() if path.is_dir() and not path.name.startswith(".")]
     assert len(made) == 1, said
     return made[0]
@@ -68,9 +69,13 @@ def commit(folder: Path) -> None:
 def texts(folder: Path) -> dict[str, bytes]:
     """All files but git's, by path."""
     paths = [path for path in folder.rglob("*") if path.is_file()]
-    paths = [path for path in paths if not {".git", "__pycache__"} & {*path.parts}]
-    paths = [path for path in paths if not path.name.startswith(".cookiecutter")]
+    not_ours = re.compile(r"/(\.git|__pycache__|\.cookiecutter_replay)/")
+    paths = [path for path in paths if not not_ours.search(str(path))]
     return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
+
+
+def executables(folder: Path) -> set[str]:
+    return {path for path in texts(folder) if os.access(folder / path, os.X_OK)}
 
 
 @pytest.fixture(scope="session")
@@ -227,6 +232,7 @@ def collected(copies, tmp_path_factory) -> dict[str, list[str]]:
     }
 
 
+@pytest.mark.slow
 @in_every_copy
 def test_its_tests_are_ours_but_those_of_files_left_out(collected, copies, name):
     def functions(ids: list[str]) -> set[str]:
@@ -242,6 +248,7 @@ def test_its_tests_are_ours_but_those_of_files_left_out(collected, copies, name)
     assert gone == {*ours, *(path for path in unwanted if "test_" in path)}
 
 
+@pytest.mark.slow
 def test_the_default_project_has_each_case_of_ours(collected):
     def cases(ids: list[str]) -> set[str]:
         # Those of the README are commands, of which a project has its own.
@@ -340,6 +347,171 @@ def test_no_package_that_comes_with_ours_can_be_shadowed():
     assert public - TAKEN == set()
 
 
+# Where it comes from
+
+
+@pytest.fixture(scope="session")
+def default(copies: dict[str, Path]) -> Path:
+    return copies["My Project"]
+
+
+@pytest.mark.parametrize("form", ["relative", "url", "zip"])
+def test_a_path_a_url_and_a_zip_give_the_same(template, default, tmp_path, form):
+    archive = tmp_path / "main.zip"
+    done("git", "archive", "--prefix=project-main/", "-o", archive, "HEAD", at=template)
+    relative = os.path.relpath(template, tmp_path / "here")
+    place = {"relative": relative, "url": f"git+file://{template}", "zip": archive}[form]
+    made = make(place, tmp_path / "here", "My Project")
+    assert texts(made) == texts(default)
+    assert executables(made) == executables(default) == {".ci/run"}
+
+
+def test_it_can_be_made_inside_of_the_template(template, default, tmp_path):
+    shutil.copytree(template, tmp_path / "template")
+    words = "-m", "cookiecutter", ".", "--no-input", "project_name=My Project"
+    done(sys.executable, *words, at=tmp_path / "template", PATH="")
+    assert texts(tmp_path / "template/my-project") == texts(default)
+
+
+@pytest.mark.parametrize("lacks", ["git", "a repository", "a repository of its own"])
+def test_without_git_it_is_the_same_and_nothing_ignored_comes_along(
+    template, default, tmp_path, monkeypatch, lacks
+):
+    shutil.copytree(template, tmp_path / "around/template")
+    if lacks != "git":
+        shutil.rmtree(tmp_path / "around/template/.git")
+    if lacks == "a repository of its own":
+        done("git", "init", "-q", at=tmp_path / "around")
+    for path in "data/a/b", "outputs/x/y.log", "src/project/__pycache__/z.pyc", ".venv/bin/python":
+        (tmp_path / "around/template" / path).parent.mkdir(parents=True)
+        (tmp_path / "around/template" / path).write_text("x")
+    place = tmp_path / "around/template"
+    if lacks == "git":
+        monkeypatch.setenv("PATH", str(tmp_path))
+    made = make(place, tmp_path / "here", "My Project")
+    assert texts(made) == texts(default)
+    assert (made / ".git").exists() == (lacks != "git")
+
+
+def test_without_git_the_same_files_are_found_as_by_git(template):
+    assert {*_not_ignored(template)} == {*template_files(template)}
+    assert len(template_files(template)) > 100
+
+
+def test_what_is_no_text_of_ours_arrives_as_it_was(template, tmp_path):
+    strange = shutil.copytree(template, tmp_path / "strange")
+    files = {
+        "windows.txt": b"project.model\r\n{{ x }} ${{ y }} {% z %}\r\n",
+        "latin.txt": b"\xe9 project.model\n",
+        "raw.bin": bytes(range(256)) + b"project.model",
+        "no newline.md": b"project.model",
+        "f\u00fcr/run.sh": b"#!/bin/sh\necho project\n",
+        "tool": b"project",
+    }
+    for path, content in files.items():
+        (strange / path).parent.mkdir(exist_ok=True)
+        (strange / path).write_bytes(content)
+    (strange / "tool").chmod(0o755)
+    (strange / "f\u00fcr/run.sh").chmod(0o755)
+    done("git", "add", "-A", at=strange)
+    made = make(strange, tmp_path / "here", "Net")
+    renamed = {"windows.txt", "no newline.md"}
+    for path, content in files.items():
+        expected = content.replace(b"project", b"net") if path in renamed else content
+        assert (made / path).read_bytes() == expected, path
+    assert executables(made) == {".ci/run", "tool", "f\u00fcr/run.sh"}
+
+
+def test_a_folder_with_files_is_left_alone(template, tmp_path):
+    mine = tmp_path / "mine"
+    (mine / "src").mkdir(parents=True)
+    (mine / "README.md").write_text("mine")
+    words = "-m", "cookiecutter", template, "--no-input", "-f", "-s", "project_name=mine"
+    said = done(sys.executable, *words, at=tmp_path, check=False)
+    assert "mine is not empty (README.md), nothing was written there" in said
+    assert texts(mine) == {"README.md": b"mine"}
+
+
+def test_somebodys_own_git_settings_do_not_get_in_the_way(template, tmp_path):
+    refuses = tmp_path / ".hooks/pre-commit"
+    refuses.parent.mkdir()
+    refuses.write_text("#!/bin/sh\nexit 1\n")
+    refuses.chmod(0o755)
+    settings = f"[commit]\ngpgsign=true\n[core]\nhooksPath={tmp_path}/.hooks\n"
+    (tmp_path / ".gitconfig").write_text(f"[user]\nname=Jane\nemail=j@x\n{settings}")
+    made = make(template, tmp_path, "Net")
+    assert done("git", "log", "--format=%an %ae", at=made) == "Jane j@x\n"
+    (tmp_path / ".gitconfig").write_text(settings)
+    made = make(template, tmp_path / "unknown", "Net", author="Jané D")
+    assert done("git", "log", "--format=%an", at=made) == "Jané D\n"
+
+
+# Later versions of the template
+
+
+def test_an_update_brings_what_is_new_and_leaves_what_is_ones_own(template, tmp_path):
+    upstream = shutil.copytree(template, tmp_path / "upstream")
+    cruft = sys.executable, "-m", "cruft"
+    answers = json.dumps({"project_name": "My Net", "keep_ci": False})
+    done(*cruft, "create", upstream, "--no-input", "--extra-context", answers, at=tmp_path)
+    mine = tmp_path / "my-net"
+    assert not (mine / ".git").exists()
+    assert (mine / ".cruft.json").exists()
+    commit(mine)
+    # Its owner works on it,
+    model, readme, own = (mine / path for path in ("src/my_net/model.py", "README.md", "own.py"))
+    model.write_text(model.read_text() + "\n\nMINE = 1\n")
+    readme.write_text("# Mine, and no template's\n")
+    own.write_text("from project import mine\n")
+    (mine / "conf/experiment/tutorial.yaml").unlink()
+    commit(mine)
+    # the template goes on,
+    new = "from project import model\nfrom project.errors import UserError\n"
+    (upstream / "src/project/brand_new.py").write_text(new)
+    (upstream / "conf/model/new.yaml").write_text("_target_: project.brand_new.Net\n")
+    first = (upstream / "src/project/model.py").read_text()
+    (upstream / "src/project/model.py").write_text(first.replace('"""', '"""Better: ', 1))
+    (upstream / "conf/trainer/gpu.yaml").unlink()
+    tutorial = upstream / "conf/experiment/tutorial.yaml"
+    tutorial.write_text(tutorial.read_text() + "# more\n")
+    (upstream / ".github/workflows/ci.yml").write_text("new\n")
+    commit(upstream)
+    # and both meet.
+    said = done(*cruft, "update", "-y", at=mine)
+    assert "Good work" in said
+    assert (mine / "src/my_net/brand_new.py").read_text() == new.replace("project", "my_net")
+    assert (mine / "conf/model/new.yaml").read_text() == "_target_: my_net.brand_new.Net\n"
+    assert model.read_text().startswith('"""Better: ')
+    assert model.read_text().endswith("\n\nMINE = 1\n")
+    assert readme.read_text() == "# Mine, and no template's\n"
+    assert own.read_text() == "from project import mine\n"
+    gone = ["conf/trainer/gpu.yaml", "conf/experiment/tutorial.yaml", ".github", "src/project"]
+    assert [path for path in gone if (mine / path).exists()] == []
+    assert not [*mine.rglob("*.rej")]
+    commit(mine)
+    assert "Nothing to do" in done(*cruft, "update", "-y", at=mine)
+
+
+# The whole of it
+
+
+@pytest.mark.slow
+def test_it_passes_all_of_its_tests_ruff_and_pyright_in_a_fresh_environment(template, tmp_path):
+    made = make(template, tmp_path / "a path with blanks", "My Project")
+    if (REPOSITORY / "data/cifar10-jpeg").exists():
+        (made / "data").mkdir()
+        (made / "data/cifar10-jpeg").symlink_to((REPOSITORY / "data/cifar10-jpeg").resolve())
+    own = {"PYTHONPATH", "OMP_NUM_THREADS", "PYTEST_CURRENT_TEST", "PYTHONDONTWRITEBYTECODE"}
+    environment = {key: value for key, value in os.environ.items() if key not in own}
+    ran = subprocess.run(
+        ["bash", ".ci/run"], cwd=made, env=environment, stdout=subprocess.PIPE, text=True
+    )
+    assert ran.returncode == 0, ran.stdout[-10_000:]
+    assert len(re.findall(r"\d+ passed", ran.stdout)) == 2, ran.stdout[-1000:]
+    assert "My Project" in (made / "README.md").read_text()
+    assert done("git", "status", "--porcelain", at=made) == ""  # what tests leave is ignored
+
+
 # The rename
 
 BEFORE = '''
@@ -348,13 +520,12 @@ import project.model, projects, project as p
 from project import model  # from project import model
 from project.model import CNN
 from my import project as other
-from . import project
 import other.project.model
 def f(a, project_=1, **kw): return kw["project"], a.project.model, f(a, project=1)
-x = {"_target_": "project.model.CNN", "project": "project"}, "my.project.model", "pyproject.toml"
-y = project.model.CNN, f"{project.model}", "project. Model", "project.unknown", "é", project
+x = {"_target_": "project.mine.CNN", "project": "project"}, "my.project.model", "pyproject.toml"
+y = project.model.CNN, f"é {project.model} project", "project. Model", "project.unknown", project
 class Project: project: int = 1
-'''.replace("from . import project\n", "")
+'''
 AFTER = '''
 """About net.model, a project of mine; see src/net/model.py. python -m net.model x."""
 import net.model, projects, net as p
@@ -363,10 +534,10 @@ from net.model import CNN
 from my import project as other
 import other.project.model
 def f(a, project_=1, **kw): return kw["project"], a.project.model, f(a, project=1)
-x = {"_target_": "net.model.CNN", "project": "project"}, "my.project.model", "pyproject.toml"
-y = net.model.CNN, f"{net.model}", "project. Model", "project.unknown", "é", net
+x = {"_target_": "net.mine.CNN", "project": "project"}, "my.project.model", "pyproject.toml"
+y = net.model.CNN, f"é {net.model} project", "project. Model", "project.unknown", net
 class Project: project: int = 1
-'''.replace("project: int = 1", "project: int = 1")
+'''
 TOML = """
 [project]
 name = "project"
