@@ -56,8 +56,11 @@ def fill(folder: Path, template: Path, answers: Mapping[str, Any]) -> None:
             target.chmod(target.stat().st_mode | 0o111)
     _write_licence(folder, template, answers)
     # cruft writes a file of its own afterwards, which belongs into the first commit, too.
-    if "_commit" not in answers and shutil.which("git") and not (folder / ".git").exists():
-        _commit(folder, answers)
+    if "_commit" not in answers:
+        if shutil.which("git") and not (folder / ".git").exists():
+            _commit(folder, answers)
+        start = "pip install -e . && python train.py experiment=quickstart"
+        print(f"Begin with: cd {folder.name} && {start}")
 
 
 def template_files(template: Path) -> list[str]:

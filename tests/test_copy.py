@@ -496,6 +496,15 @@ def test_an_update_brings_what_is_new_and_leaves_what_is_ones_own(template, tmp_
 
 
 @pytest.mark.slow
+def test_it_trains_from_any_folder_under_a_path_with_blanks(template, tmp_path):
+    made = make(template, tmp_path / "a path with blanks", "My Project")
+    few = "experiment=quickstart", "trainer.max_epochs=1", "data.source.num_train=1000"
+    done(sys.executable, made / "train.py", *few, at=tmp_path, PYTHONPATH=str(made / "src"))
+    (results,) = tmp_path.glob("outputs/*/*/results.json")
+    assert json.loads(results.read_text())["status"] == "complete"
+
+
+@pytest.mark.slow
 def test_it_passes_all_of_its_tests_ruff_and_pyright_in_a_fresh_environment(template, tmp_path):
     made = make(template, tmp_path / "a path with blanks", "My Project")
     if (REPOSITORY / "data/cifar10-jpeg").exists():
