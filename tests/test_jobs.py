@@ -147,6 +147,20 @@ def test_a_stored_config_builds_nothing_that_is_not_trusted(job, trained):
         job("fit=false", f"ckpt_path={trained}/checkpoints/best.ckpt")
 
 
+def test_a_metric_of_ones_own_is_recorded_and_can_be_monitored(job):
+    own = [
+        "+callbacks.own._target_=toy.Countdown",
+        "callbacks=early_stopping",
+        "trainer.max_epochs=4",
+    ]
+    stop = [
+        f"callbacks.early_stopping.{value}" for value in ("monitor=val/countdown", "patience=1")
+    ]
+    folder = job(*(word for word in TINY if "max_" not in word), *own, *stop)
+    assert [row["val/countdown"] for row in history(folder)] == ["-9.0", "-18.0"]  # then it stopped
+    assert outcome(folder)["val/countdown"] in (-9.0, -18.0)  # that of the best val/acc
+
+
 RUN = "${oc.create:{_target_:os.system,command:'touch ran'}}"  # a resolver that builds anything
 
 

@@ -2,8 +2,10 @@
 
 import random
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 from torchvision.datasets import ImageFolder
 
@@ -72,3 +74,10 @@ def some_of_folder(root: Path, split: str, image_size: int, *, num_test: int) ->
 def spaced(items: list, count: int) -> list:
     """So many of them, evenly spaced."""
     return [items[i * len(items) // count] for i in range(count)]
+
+
+class Countdown(Callback):
+    """Publishes a metric that falls at each validation."""
+
+    def on_validation_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        pl_module.publish({"val/countdown": float(-trainer.global_step)})
