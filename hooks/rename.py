@@ -8,7 +8,6 @@ import tokenize
 from collections.abc import Iterator, Set
 
 PACKAGE = "project"
-TEXTS = {"COMMENT", "STRING", "FSTRING_MIDDLE"}  # tokens in which names stand as in a text
 
 
 def renamed_path(path: str, name: str) -> str:
@@ -46,12 +45,17 @@ def renamed(path: str, text: str, modules: Set[str], name: str) -> str:
 
 
 def _texts(code: str) -> Iterator[tuple[int, int]]:
-    """Where strings and comments begin and end."""
-    starts = _line_starts(code)
+    """Where strings and comments begin and end; an f-string is one, as before Python 3.12."""
+    starts, opened = _line_starts(code), []
     for token in tokenize.generate_tokens(io.StringIO(code, newline="").readline):
-        if tokenize.tok_name[token.type] in TEXTS:
-            (row, column), (last_row, last_column) = token.start, token.end
-            yield starts[row - 1] + column, starts[last_row - 1] + last_column
+        kind = tokenize.tok_name[token.type]
+        ends = kind.endswith("STRING_END")
+        if kind.endswith("STRING_START"):
+            opened.append(token.start)
+        elif ends or kind in ("STRING", "COMMENT"):
+            (row, column), (last, last_column) = opened.pop() if ends else token.start, token.end
+            if not opened:
+                yield starts[row - 1] + column, starts[last - 1] + last_column
 
 
 def _names(code: str) -> set[int]:

@@ -532,7 +532,9 @@ from my import project as other
 import other.project.model
 def f(a, project_=1, **kw): return kw["project"], a.project.model, f(a, project=1)
 x = {"_target_": "project.mine.CNN", "project": "project"}, "my.project.model", "pyproject.toml"
-y = project.model.CNN, f"é {project.model} project", "project. Model", "project.unknown", project
+y = project.model.CNN, "project. Model", "project.unknown", project
+z = f"{{é}} {project.model!r:>{len('project.model')}} project", rb"project.model", f"""{1}
+project.model.Net"""
 class Project: project: int = 1
 '''
 AFTER = '''
@@ -544,7 +546,9 @@ from my import project as other
 import other.project.model
 def f(a, project_=1, **kw): return kw["project"], a.project.model, f(a, project=1)
 x = {"_target_": "net.mine.CNN", "project": "project"}, "my.project.model", "pyproject.toml"
-y = net.model.CNN, f"é {net.model} project", "project. Model", "project.unknown", net
+y = net.model.CNN, "project. Model", "project.unknown", net
+z = f"{{é}} {net.model!r:>{len('net.model')}} project", rb"net.model", f"""{1}
+net.model.Net"""
 class Project: project: int = 1
 '''
 TOML = """
