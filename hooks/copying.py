@@ -27,7 +27,9 @@ PARTS = {
     "keep_ci": [".ci", ".github"],
 }
 MARK = "# template only"  # ends a line that no project gets
-ABOUT_ANOTHER = {"GIT_DIR", "GIT_INDEX_FILE", "GIT_WORK_TREE"}  # set where a git hook calls
+# Set where a hook of another repository calls.
+ABOUT_ANOTHER = {"GIT_DIR", "GIT_COMMON_DIR", "GIT_INDEX_FILE", "GIT_OBJECT_DIRECTORY"}
+ABOUT_ANOTHER |= {"GIT_WORK_TREE"}
 
 
 def fill(folder: Path, template: Path, answers: Mapping[str, Any]) -> None:
@@ -51,26 +53,32 @@ def fill(folder: Path, template: Path, answers: Mapping[str, Any]) -> None:
         target = folder / renamed_path(path, answers["package_name"])
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_bytes(content := _own(path, source.read_bytes(), modules, answers))
-        # cookiecutter unpacks a zip without run bits.
-        if os.access(source, os.X_OK) or content.startswith(b"#!"):
+        # A zip comes without run bits from cookiecutter.
+        is_script = content.startswith(b"#!") and not (template / ".git").exists()
+        if os.access(source, os.X_OK) or is_script:
             target.chmod(target.stat().st_mode | 0o111)
     _write_licence(folder, template, answers)
     # cruft writes a file of its own afterwards, which belongs into the first commit, too.
     if "_commit" not in answers:
         if shutil.which("git") and not (folder / ".git").exists():
-            _commit(folder, answers)
+            try:
+                _commit(folder, answers)
+            except subprocess.CalledProcessError:
+                print("The project is whole, but git made no commit of it (see above).")
         start = "pip install -e . && python train.py experiment=quickstart"
         print(f"Begin with: cd {folder.name} && {start}")
 
 
 def template_files(template: Path) -> list[str]:
-    """What git tracks; without git or a repository all that .gitignore does not exclude."""
-    if shutil.which("git"):
-        # A repository around the template tracks none of its files.
-        top = _git(template, "rev-parse", "--show-toplevel", check=False)
-        if top.returncode == 0 and Path(top.stdout.rstrip("\n")) == template.resolve():
-            listed = _git(template, "ls-files", "-z").stdout.split("\0")
-            return [path for path in listed if (template / path).is_file()]
+    """What git tracks; without git or a repository all that .gitignore does not exclude.
+
+    Raises:
+        CalledProcessError: git finds no repository where its files are.
+    """
+    if shutil.which("git") and (template / ".git").exists():
+        # Also of another owner: whose hooks run is trusted.
+        listed = _git(template, "-c", "safe.directory=*", "ls-files", "-z").stdout.split("\0")
+        return [path for path in listed if (template / path).is_file()]
     return sorted(_not_ignored(template))
 
 
@@ -78,17 +86,17 @@ def _not_ignored(template: Path) -> Iterator[str]:
     for place, folders, files in os.walk(template):
         here = Path(place).relative_to(template)
         ignored = _ignored(template, here, [*(f"{name}/" for name in folders), *files])
-        folders[:] = [name for name in folders if f"{name}/" not in ignored and name != ".git"]
+        folders[:] = [name for name in folders if f"{name}/" not in ignored]
         yield from (str(here / name) for name in files if name not in ignored)
 
 
 def _ignored(template: Path, here: Path, names: list[str]) -> set[str]:
     """Which entries of a folder the template's .gitignore excludes; folders end in a slash."""
     lines = (template / ".gitignore").read_text(encoding="utf-8").splitlines()
-    found: set[str] = set()
+    found = {".git", ".git/"}
     for pattern in (line for line in lines if line and not line.startswith("#")):
         if pattern.startswith("!") or "/" in pattern.strip("/"):
-            raise ValueError(f".gitignore: {pattern} is understood by git alone. Install git.")
+            raise ValueError(f".gitignore: {pattern} is for git, and this is no repository of its.")
         if not pattern.startswith("/") or here == Path():
             hits = fnmatch.filter([name.rstrip("/") for name in names], pattern.strip("/"))
             found |= {f"{hit}/" for hit in hits}
@@ -101,15 +109,21 @@ def _is_in(path: str, folder: str) -> bool:
 
 
 def _own(path: str, content: bytes, modules: set[str], answers: Mapping[str, Any]) -> bytes:
-    """A file as it will stand in the project."""
+    """A file as it will stand in the project.
+
+    Raises:
+        ValueError: Python that is not UTF-8, or cannot be parsed.
+    """
     try:
         text = content.decode()
-    except UnicodeDecodeError:  # a picture
-        return content
-    text = "".join(line for line in text.splitlines(True) if MARK not in line)
-    if path == "pyproject.toml":
-        text = _own_metadata(text, answers)
-    return renamed(path, text, modules, answers["package_name"]).encode()
+    except UnicodeDecodeError:
+        if path.endswith(".py"):
+            raise
+        return content  # a picture
+    mark = "\ufeff" if text.startswith("\ufeff") else ""
+    text = "".join(line for line in text[len(mark) :].splitlines(True) if MARK not in line)
+    text = mark + renamed(path, text, modules, answers["package_name"])
+    return (_own_metadata(text, answers) if path == "pyproject.toml" else text).encode()
 
 
 def _own_metadata(text: str, answers: Mapping[str, Any]) -> str:
@@ -156,7 +170,7 @@ def _commit(folder: Path, answers: Mapping[str, Any]) -> None:
         if _git(folder, "config", f"user.{key}", check=False).returncode:
             identity += ["-c", f"user.{key}={value}"]
     _git(folder, "-c", "init.defaultBranch=main", "init", "--quiet")
-    _git(folder, "add", "--all")
+    _git(folder, "-c", "core.safecrlf=false", "add", "--all", "--force")  # all of it is ours
     alone = ["-c", "commit.gpgsign=false", "-c", f"core.hooksPath={os.devnull}"]
     _git(folder, *identity, *alone, "commit", "--quiet", "--message=Start from the template")
 

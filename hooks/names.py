@@ -4,6 +4,7 @@ import keyword
 import re
 import sys
 import unicodedata
+from collections.abc import Mapping
 from pathlib import Path
 
 TEMPLATE = Path(__file__).parents[1]
@@ -12,14 +13,20 @@ TAKEN = {*(TEMPLATE / "hooks/taken.txt").read_text().split()}
 LONGEST = 30  # with more, imports grow over the length that ruff allows a line
 
 
-def objection(folder: str, project: str, package: str) -> str | None:
-    """Why no project can have these names, with a suggestion; None if one can.
+def objection(folder: str, answers: Mapping[str, str]) -> str | None:
+    """Why no project can come of these answers, with a suggestion; None if one can.
 
     Args:
         folder: made from the project's name.
+        answers: to the questions that ask for words.
     """
-    if not folder:
-        return f"project_name={project!r} holds no letter or digit. Try project_name=My-Project."
+    for key, text in answers.items():
+        if strange := re.search(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]|\{[{%#]", text):
+            return f"{key} holds {strange[0]!r}, which cannot be kept as it is."
+    project, package = answers["project_name"], answers["package_name"]
+    if not folder or len(folder) > 100:
+        reason = "holds no letter or digit" if not folder else "is longer than 100 characters"
+        return f"project_name={project!r} {reason}. Try project_name=My-Project."
     if reason := unfit(package):
         return f"package_name={package!r} {reason}. Try package_name={suggestion(package)}."
     return None
@@ -31,12 +38,12 @@ def unfit(name: str) -> str | None:
     reasons = {
         "is empty": not name,
         "begins with a digit": name[:1].isdigit(),
-        "may hold a-z, 0-9 and _ alone, and begins with a letter": not re.fullmatch(
-            r"[a-z][a-z0-9_]*", name
+        "is not made of a-z and 0-9, with single _ in between": not re.fullmatch(
+            r"[a-z][a-z0-9]*(_[a-z0-9]+)*", name
         ),
         f"is longer than {LONGEST} characters": len(name) > LONGEST,
         "is a keyword of Python": keyword.iskeyword(name) or keyword.issoftkeyword(name),
-        "is the name of a module of Python's": name in sys.stdlib_module_names,
+        "is the name of a module of Python's": name in {*sys.stdlib_module_names, "test"},
         "is the name of a package that this project needs": name in TAKEN,
         "is the name of a module beside the package": name in own,
     }
@@ -46,7 +53,5 @@ def unfit(name: str) -> str | None:
 def suggestion(name: str) -> str:
     """The nearest name that a package can have."""
     plain = unicodedata.normalize("NFKD", name).encode("ascii", "ignore").decode().lower()
-    words = re.sub(r"[^a-z0-9]+", "_", plain).strip("_") or "project"
-    if unfit(words[:LONGEST]):
-        words = f"my_{words}"
-    return words[:LONGEST].rstrip("_")
+    words = re.sub(r"[^a-z0-9]+", "_", plain)[:LONGEST].strip("_") or "project"
+    return f"my_{words}"[:LONGEST].rstrip("_") if unfit(words) else words

@@ -1,13 +1,16 @@
 """What cookiecutter.json and the hooks ask of the template, as an extension of Jinja."""
 
+import importlib
 import os
+import sys
 from typing import Any
 
-from click import ClickException
 from hooks.names import objection
 from jinja2 import Environment, pass_context
 from jinja2.ext import Extension
 from jinja2.runtime import Context
+
+WORDS = "project_name", "package_name", "description", "author"
 
 
 class Template(Extension):
@@ -21,6 +24,10 @@ class Template(Extension):
         # left, and cruft has none. (With a hook pre_prompt it is absolute, at the price of a copy
         # of the whole folder, data and runs included.)
         environment.globals["template_folder"] = os.getcwd
+        # cruft renders two versions of a template in one process: each is to find its own code.
+        for name in [name for name in sys.modules if name.partition(".")[0] == "hooks"]:
+            del sys.modules[name]
+        importlib.invalidate_caches()
 
 
 @pass_context
@@ -28,9 +35,10 @@ def checked(context: Context, folder: str) -> str:
     """The folder, if the answers so far can become a project.
 
     Raises:
-        ClickException: they cannot; cookiecutter ends with its words alone.
+        SystemExit: they cannot; its words end cookiecutter, and cruft, without a traceback.
     """
     answers: Any = context["cookiecutter"]
-    if reason := objection(folder, answers["project_name"], answers["package_name"]):
-        raise ClickException(reason)
+    words = {key: text for key, text in answers.items() if key in WORDS}
+    if reason := objection(folder, words):
+        sys.exit(f"Error: {reason}")
     return folder

@@ -2,6 +2,7 @@
 
 import inspect
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -191,8 +192,10 @@ def test_a_file_in_place_of_the_folder_is_named(job, tmp_path, root):
 
 @pytest.mark.slow
 def test_closed_streams_do_no_harm(tmp_path, working_folder):
-    words = " ".join([*TINY, "test=false", f"hydra.run.dir={tmp_path}/run"])
-    line = f"{sys.executable} {TRAIN} {words} 0<&- 1>&- 2>&-"
+    words = shlex.join(
+        [sys.executable, TRAIN, *TINY, "test=false", f"hydra.run.dir={tmp_path}/run"]
+    )
+    line = f"{words} 0<&- 1>&- 2>&-"
     subprocess.run(["bash", "-c", line], cwd=working_folder, env=environment(), check=True)
     assert outcome(tmp_path / "run")["status"] == "complete"
 

@@ -252,9 +252,10 @@ def test_the_commands_of_the_page_come_to_the_same(command, some_images, tmp_pat
     places |= {"tests/": f"{REPOSITORY}/tests/"}
     said = ""
     for line in lines:
+        words = shlex.split(line)
         for name, place in places.items():
-            line = line.replace(name, str(place))
-        done = command(*shlex.split(line), *(images if "train.py" in line else []))
+            words = [word.replace(name, str(place)) for word in words]
+        done = command(*words, *(images if "train.py" in line else []))
         assert done.returncode == 0, done.stderr
         said = done.stdout
     assert said == "True\n"
