@@ -44,13 +44,9 @@ ELSEWHERE = {
     "pre-commit install": "CI runs its hooks' tools",
     "python -m project.env": "test_env.py",
     "python train.py model=mine": "test_your_project.py",
-    "pip install cookiecutter cruft": "CI installs the extra dev, which holds them",
-    "cookiecutter <path, git URL or zip of this repository>": (
-        "test_a_path_a_url_and_a_zip_give_the_same"
-    ),
-    "cruft create <path or git URL of it>": (
-        "test_an_update_brings_what_is_new_and_leaves_what_is_ones_own"
-    ),
+    "pip install cookiecutter cruft": "CI installs the extra dev",  # template only
+    "cookiecutter <path, git URL or zip of this repository>": "test_copy.py",  # template only
+    "cruft create <path or git URL of it>": "test_copy.py",  # template only
     "python train.py hparams_search=mine": "test_a_sweep_of_ones_own_is_a_file",
     "torchrun --max-restarts": "a name, no command",
     "torchrun --max-restarts=3": "test_an_outside_torchrun_restarts_in_the_same_folder",
@@ -75,7 +71,7 @@ for part, where in SOME_ELSEWHERE.items():
 
 def test_no_command_is_forgotten():
     starts = ("python ", "torchrun ", "pip ", "pytest", "bash ", "uv ", "pre-commit ")
-    starts += ("cookiecutter ", "cruft ")
+    starts += ("cookiecutter ", "cruft ")  # template only
     others = [c for c in COMMANDS if c.startswith(starts) and c not in TRAININGS]
     assert set(others) <= ELSEWHERE.keys()
     tests = "".join(path.read_text() for path in (REPOSITORY / "tests").glob("test_*.py"))

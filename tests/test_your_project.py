@@ -44,7 +44,8 @@ class Newcomer:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         for name in "src", "conf", "tests":
-            skip = shutil.ignore_patterns("__pycache__", "test_copy.py")  # the template's
+            skip = shutil.ignore_patterns("__pycache__")
+            skip = shutil.ignore_patterns("__pycache__", "test_copy.py")  # template only
             shutil.copytree(REPOSITORY / name, folder / name, ignore=skip)
         for name in "docs", ".ci", ".github":
             if (REPOSITORY / name).exists():
