@@ -165,8 +165,9 @@ def _write_licence(folder: Path, template: Path, answers: Mapping[str, Any]) -> 
 
 def _commit(folder: Path, answers: Mapping[str, Any]) -> None:
     """Makes the first commit, also for somebody whom git does not know yet."""
+    known = {"name": answers["author"] or answers["project_name"], "email": "nobody@localhost"}
     identity = []
-    for key, value in ("name", answers["author"] or answers["project_name"]), ("email", "none"):
+    for key, value in known.items():
         if _git(folder, "config", f"user.{key}", check=False).returncode:
             identity += ["-c", f"user.{key}={value}"]
     _git(folder, "-c", "init.defaultBranch=main", "init", "--quiet")

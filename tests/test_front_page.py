@@ -5,11 +5,28 @@ from pathlib import Path
 
 from conftest import REPOSITORY
 from laws import composed
-from test_readme import README, TRAININGS
+from test_jobs import CHOICES
+from test_readme import COMMANDS, ELSEWHERE, README, TRAININGS
 
 
-def test_the_commands_are_found():
+def test_no_command_is_forgotten():
+    starts = ("python ", "torchrun ", "pip ", "pytest", "bash ", "uv ", "pre-commit ")
+    starts += ("cookiecutter ", "cruft ")
+    others = [c for c in COMMANDS if c.startswith(starts) and c not in TRAININGS]
+    assert set(others) <= ELSEWHERE.keys()
+    tests = "".join(path.read_text() for path in (REPOSITORY / "tests").glob("test_*.py"))
+    named = [where for where in ELSEWHERE.values() if re.fullmatch(r"test_\w+", where)]
+    assert named
+    assert all(f"def {test}(" in tests for test in named)
     assert len(TRAININGS) > 15
+
+
+def test_every_choice_is_tested():
+    groups = {choice.partition("=")[0] for choice in CHOICES}
+    files = [path for group in groups for path in REPOSITORY.glob(f"conf/{group}/*.yaml")]
+    found = {f"{path.parent.name}={path.stem}" for path in files}
+    others = {"data=images", "data=cifar10", "data=imagefolder"}  # which need files
+    assert {*CHOICES} == found - others
 
 
 def test_the_plain_default_is_the_cifar10_recipe():

@@ -32,7 +32,7 @@ from project.rank import _mistake_behind
         ("model=cnn model.witdhs=[4]", "'model.witdhs'. Did you mean model.widths?"),
         ("~model.depth", "Could not delete from config. 'model.depth' does not exist."),
         ("nonsense=1", "Could not override 'nonsense'. To append to your config use +nonsense=1"),
-        ("model=resnt18", "There is no model=resnt18. Did you mean resnet18? model: cnn, "),
+        ("model=spednet", "There is no model=spednet. Did you mean speednet? model: cnn, "),
         ("experiment=quikstart", "There is no experiment=quikstart. Did you mean quickstart?"),
         ("--multirn", "--multirn is no option. Did you mean --multirun?"),
         ("--devices=4", "--devices=4 is no option. Values are given as key=value (--help)."),

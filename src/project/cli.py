@@ -132,9 +132,10 @@ def closing_table(results: Mapping[str, Any], folder: Path, cfg: DictConfig) -> 
     """What a completed run says last: its metrics, its folder, and how to evaluate it again."""
     lines = [f"complete in {results['seconds']:.1f} s"]
     for stage in "val", "test":
-        values = [results.get(f"{stage}/{name}") for name in ("loss", "acc")]
-        if None not in values:
-            lines.append("  {0}/loss {1:.4f}  {0}/acc {2:.4f}".format(stage, *values))
+        names = [name for name in results if name.startswith(f"{stage}/") and name != "test/count"]
+        names.sort(key=lambda name: (not name.endswith("/loss"), not name.endswith("/acc"), name))
+        if names:
+            lines.append("  " + "  ".join(f"{name} {results[name]:.4f}" for name in names))
     if "test/count" in results:
         lines[-1] += f"  test/count {results['test/count']}"
     lines.append(f"  run folder {shown(folder)}")
