@@ -151,6 +151,7 @@ def test_the_metric_is_recorded_and_right(runs):
     assert len(rows) == 4
     assert results["val/f1"] == max(float(row["val/f1"]) for row in rows)
     assert results["test/f1"] == results["test/acc"] == 1
+    assert "test/acc 1.0000  test/f1 1.0000" in (runs[3] / "train.log").read_text()
 
 
 @pytest.mark.slow
