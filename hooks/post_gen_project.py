@@ -8,7 +8,6 @@ answers, template = json.loads(
     r"""[{{ cookiecutter | tojson }}, {{ template_folder() | tojson }}]"""
 )
 sys.path.insert(0, template)
-sys.dont_write_bytecode = True  # into the template
 
 from hooks.copying import fill  # noqa: E402
 

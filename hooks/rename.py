@@ -85,10 +85,12 @@ def _is_ours(module: str | None) -> bool:
     return module is not None and module.split(".")[0] == PACKAGE
 
 
-def _uses(node: ast.AST) -> Iterator[ast.Name]:
+def _uses(node: ast.AST) -> Iterator[ast.Name | ast.Global]:
     """The names in a scope that mean what it has imported, or what is around it."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.Name) and child.id == PACKAGE:
+            yield child
+        if isinstance(child, ast.Global) and PACKAGE in child.names:
             yield child
         if isinstance(child, ast.ClassDef) and _binds(child):
             for method in child.body:  # which do not see what the class binds
@@ -115,7 +117,7 @@ def _binds(scope: ast.AST) -> bool:
 def _place(code: str, line: str, start: int, column: int) -> int:
     """Of the word in a node, whose column counts bytes."""
     place = start + len(line.encode()[:column].decode())
-    word = re.compile(rf"(?:from[\s\\]+)?({PACKAGE})\b").match(code, place)
+    word = re.compile(rf"(?:from[\s\\]+|global\b.*?\b)?({PACKAGE})\b").match(code, place)
     if word is None:
         raise ValueError(f"no {PACKAGE} where the parser sees it: {line.strip()}")
     return word.start(1)

@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+from datetime import date
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,13 @@ COPIES: dict[str, tuple[str, dict[str, str]]] = {
     "Same": ("project", {"package_name": "project", **dict.fromkeys(PARTS, "no")}),
 }
 FOLDERS = dict(zip(COPIES, ["my-project", "my-net", "nets", "a-ai", "zurich-elan"], strict=False))
+# Which of our tests they lack: always, and without a part.
+LACKING = {"tests/test_copy.py", "tests/test_front_page.py"}
+LACKING_WITHOUT = {
+    "keep_parity": {"tests/test_parity.py", "tests/test_mutants.py", "tests/test_devices.py"},
+    "keep_docs": {"tests/test_your_project.py"},
+    "keep_ci": set(),
+}
 in_every_copy = pytest.mark.parametrize("name", COPIES)
 
 
@@ -112,12 +120,22 @@ def test_all_files_are_there_but_the_templates_and_those_not_wanted(copies, name
         if not any(path == part or path.startswith(f"{part}/") for part in left_out)
     }
     licence = {"LICENSE"} if answers.get("license") != "none" else set()
-    assert texts(copies[name]).keys() == expected | {"README.md"} | licence
+    found = texts(copies[name]).keys()
+    assert found == expected | {"README.md"} | licence
+    ours = {f"tests/{path.name}" for path in REPOSITORY.glob("tests/test_*.py")}
+    lacking = [LACKING_WITHOUT[part] for part in PARTS if answers.get(part) == "no"]
+    assert ours - found == LACKING.union(*lacking)
 
 
 def test_each_part_that_can_be_left_out_exists():
     for path in [*TEMPLATE_ONLY, *(path for paths in PARTS.values() for path in paths)]:
         assert (REPOSITORY / path).exists(), path
+
+
+def words(text: bytes) -> int:
+    """How often the word stands for no package."""
+    text = re.sub(rb"src/project|\bproject\.\w|(from|import) project\b", b"", text)
+    return len(re.findall(rb"\bproject\b", text))
 
 
 @in_every_copy
@@ -129,6 +147,7 @@ def test_nothing_else_has_changed(copies, name):
         own = (REPOSITORY / path.replace(f"src/{package}/", "src/project/")).read_bytes()
         kept = [line for line in own.split(b"\n") if MARK.encode() not in line]
         assert content.count(b"\n") + 1 == len(kept), path
+        assert words(content) == words(b"\n".join(kept)), path
         if package not in ("x", "other"):  # which are words
             assert content.replace(package.encode(), b"project") == b"\n".join(kept), path
 
@@ -172,7 +191,9 @@ def test_metadata_and_licence_are_its_own(copies, name):
     text = (copies[name] / "LICENSE").read_text()
     assert words[licence] in text
     if licence != "Apache-2.0":
-        assert answers.get("author", f"the authors of {name}") in text
+        holder = answers.get("author", f"the authors of {name}")
+        assert f"\nCopyright (c) {date.today().year} {holder}\n" in text
+        assert text.count("Copyright (c)") == 1
 
 
 @in_every_copy
@@ -248,9 +269,8 @@ def test_its_tests_are_ours_but_those_of_files_left_out(collected, copies, name)
 
     assert functions(collected[name]) == {*filter(is_kept, functions(collected[""]))}
     gone = {line.split("::")[0] for line in collected[""] if not is_kept(line)}
-    ours = ["tests/test_copy.py", "tests/test_front_page.py"]
-    unwanted = [p for part in PARTS if COPIES[name][1].get(part) == "no" for p in PARTS[part]]
-    assert gone == {*ours, *(path for path in unwanted if "test_" in path)}
+    answers = COPIES[name][1]
+    assert gone == LACKING.union(*(LACKING_WITHOUT[p] for p in PARTS if answers.get(p) == "no"))
 
 
 @pytest.mark.slow
@@ -395,10 +415,11 @@ def test_without_git_it_is_the_same_and_nothing_ignored_comes_along(
     for path in "data/a/b", "outputs/x/y.log", "src/project/__pycache__/z.pyc", ".venv/bin/python":
         (place / path).parent.mkdir(parents=True)
         (place / path).write_text("x")
+    (place / "build").write_text("a file; .gitignore is about a folder")
     if lacks.startswith("git"):
         monkeypatch.setenv("PATH", str(tmp_path))
     made = make(place, tmp_path / "here", "My Project")
-    assert texts(made) == texts(default)
+    assert texts(made) == texts(default) | {"build": (place / "build").read_bytes()}
     assert (made / ".git").exists() == (not lacks.startswith("git"))
 
 
@@ -459,6 +480,7 @@ def test_somebodys_own_git_settings_do_not_get_in_the_way(template, tmp_path):
     (tmp_path / ".gitconfig").write_text(f"[user]\nname=Jane\nemail=j@x\n{settings}")
     made = make(template, tmp_path, "Net")
     assert done("git", "log", "--format=%an %ae", at=made) == "Jane j@x\n"
+    assert done("git", "branch", "--show-current", at=made) == "main\n"
     (tmp_path / ".gitconfig").write_text(settings)
     made = make(template, tmp_path / "unknown", "Net", author="Jané D")
     assert done("git", "log", "--format=%an", at=made) == "Jané D\n"
@@ -476,6 +498,29 @@ def test_git_can_lose_nothing(template, default, tmp_path, settings):
         assert {*tracked} == texts(default).keys()
     else:
         assert "git made no commit of it" in said
+
+
+def test_another_repository_whose_hook_calls_has_no_part_in_it(template, default, tmp_path):
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "file").write_text("x")
+    commit(other)
+    where: Any = {"at": tmp_path, "GIT_DIR": str(other / ".git"), "GIT_WORK_TREE": str(other)}
+    words = "-m", "cookiecutter", template, "--no-input", "project_name=My Project"
+    done(sys.executable, *words, GIT_INDEX_FILE=str(other / ".git/index"), **where)
+    assert texts(tmp_path / "my-project") == texts(default)
+    for folder in other, tmp_path / "my-project":
+        assert done("git", "rev-list", "--count", "HEAD", at=folder) == "1\n"
+
+
+def test_a_repository_that_is_there_gets_the_files_and_no_commit(template, default, tmp_path):
+    mine = tmp_path / "my-project"
+    mine.mkdir()
+    done("git", "init", "-q", at=mine)
+    words = "-m", "cookiecutter", template, "--no-input", "-f", "project_name=My Project"
+    done(sys.executable, *words, at=tmp_path)
+    assert texts(mine) == texts(default)
+    assert done("git", "rev-list", "--all", "--count", at=mine) == "0\n"
 
 
 # Later versions of the template
@@ -570,6 +615,7 @@ from project import model  # from project import model
 from project.model import CNN
 from my import project as other
 import other.project.model
+from .project import z
 def f(a, project_=1, **kw): return kw["project"], a.project.model, f(a, project=1)
 x = {"_target_": "project.mine.CNN", "project": "project"}, "my.project.model", "pyproject.toml"
 y = project.model.CNN, "project. Model", "project.unknown", project
@@ -584,6 +630,7 @@ from net import model  # from net import model
 from net.model import CNN
 from my import project as other
 import other.project.model
+from .project import z
 def f(a, project_=1, **kw): return kw["project"], a.project.model, f(a, project=1)
 x = {"_target_": "net.mine.CNN", "project": "project"}, "my.project.model", "pyproject.toml"
 y = net.model.CNN, "project. Model", "project.unknown", net
@@ -614,6 +661,9 @@ class A:
     project: int = 1
     def h(self): return project.model
 for project in (): project()
+def k():
+    global project
+    project = None
 text = "import project; project.model.x()\\nfrom project import y\\nproject.model.Net"
 """
 SHELL = """python -c "import project; project.model.x()"; python -m project.env; cmd -m project
