@@ -10,6 +10,7 @@ from pathlib import Path
 TEMPLATE = Path(__file__).parents[1]
 # Import and distribution names of all that an installation of this project brings along.
 TAKEN = {*(TEMPLATE / "hooks/taken.txt").read_text().split()}
+SOFT = {"case", "match", "type"}  # keywords in some places, of some versions of Python
 LONGEST = 30  # with more, imports grow over the length that ruff allows a line
 
 
@@ -42,7 +43,7 @@ def unfit(name: str) -> str | None:
             r"[a-z][a-z0-9]*(_[a-z0-9]+)*", name
         ),
         f"is longer than {LONGEST} characters": len(name) > LONGEST,
-        "is a keyword of Python": keyword.iskeyword(name) or keyword.issoftkeyword(name),
+        "is a keyword of Python": keyword.iskeyword(name) or name in SOFT,
         "is the name of a module of Python's": name in {*sys.stdlib_module_names, "test"},
         "is the name of a package that this project needs": name in TAKEN,
         "is the name of a module beside the package": name in own,

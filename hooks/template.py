@@ -25,9 +25,11 @@ class Template(Extension):
         # of the whole folder, data and runs included.)
         environment.globals["template_folder"] = os.getcwd
         # cruft renders two versions of a template in one process: each is to find its own code.
-        for name in [name for name in sys.modules if name.partition(".")[0] == "hooks"]:
-            del sys.modules[name]
-        importlib.invalidate_caches()
+        # (Not cookiecutter, whose relative path to it leads nowhere from another folder.)
+        if "cruft" in sys.modules:
+            for name in [name for name in sys.modules if name.partition(".")[0] == "hooks"]:
+                del sys.modules[name]
+            importlib.invalidate_caches()
 
 
 @pass_context

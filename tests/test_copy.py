@@ -321,6 +321,7 @@ def test_a_name_gives_a_package(template, tmp_path, name, package):
         (["project_name=a", "package_name=été"], "Try package_name=ete."),
         (["project_name=a", "package_name="], "is empty"),
         (["project_name=" + "long " * 9], "longer than 30 characters. Try package_name=long_"),
+        (["project_name=Type"], "'type' is a keyword of Python. Try package_name=my_type."),
         (["project_name=Test"], "a module of Python's. Try package_name=my_test."),
         (["project_name=a", "package_name=net_"], "Try package_name=net."),
         (["project_name=a", "package_name=hydra__core"], "Try package_name=my_hydra_core."),
@@ -386,9 +387,11 @@ def default(copies: dict[str, Path]) -> Path:
 def test_a_path_a_url_and_a_zip_give_the_same(template, default, tmp_path, form):
     archive = tmp_path / "main.zip"
     done("git", "archive", "--prefix=project-main/", "-o", archive, "HEAD", at=template)
-    relative = os.path.relpath(template, tmp_path / "here")
+    here = tmp_path / "deep/er/here"  # whence a relative path leads nowhere from the template
+    relative = os.path.relpath(template, here)
+    assert not (template / relative).exists()
     place = {"relative": relative, "url": f"git+file://{template}", "zip": archive}[form]
-    made = make(place, tmp_path / "here", "My Project")
+    made = make(place, here, "My Project")
     assert texts(made) == texts(default)
     assert executables(made) == executables(default) == {".ci/run"}
 

@@ -155,6 +155,15 @@ def test_the_metric_is_recorded_and_right(runs):
 
 
 @pytest.mark.slow
+def test_the_metric_is_that_of_a_network_that_has_learnt_nothing(newcomer, runs):
+    words = ["experiment=mine", "callbacks=f1", "optimizer.lr=1e-9", "trainer.max_epochs=1"]
+    newcomer.run(sys.executable, "train.py", *words, "hydra.run.dir=nothing")
+    results = outcome(newcomer.folder / "nothing")
+    assert results["test/acc"] == 0.5  # one class for all,
+    assert results["test/f1"] == pytest.approx((2 / 3 + 0) / 2)  # with recall 1 and precision 1/2
+
+
+@pytest.mark.slow
 def test_the_callback_logs_its_steps(runs):
     with (runs[4] / "csv/version_0/metrics.csv").open() as file:
         rows = [row for row in csv.DictReader(file) if row["step/gradient_norm"]]
