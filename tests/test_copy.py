@@ -32,7 +32,6 @@ COPIES: dict[str, tuple[str, dict[str, str]]] = {
     "y" * LONGEST: ("y" * LONGEST, {"keep_parity": "no", "keep_ci": "no"}),
     "Same": ("project", {"package_name": "project", **dict.fromkeys(PARTS, "no")}),
 }
-FOLDERS = dict(zip(COPIES, ["my-project", "my-net", "nets", "a-ai", "zurich-elan"], strict=False))
 # Which of our tests they lack: always, and without a part.
 LACKING = {"tests/test_copy.py", "tests/test_front_page.py"}
 LACKING_WITHOUT = {

@@ -6,7 +6,7 @@ from pathlib import Path
 from conftest import REPOSITORY
 from laws import composed
 from test_jobs import CHOICES
-from test_readme import COMMANDS, ELSEWHERE, README, TRAININGS
+from test_readme import COMMANDS, ELSEWHERE, PAGES, README, TRAININGS
 
 
 def test_no_command_is_forgotten():
@@ -48,3 +48,7 @@ def test_each_file_has_its_line():
 
 def test_it_is_short():
     assert len(README.splitlines()) < 250
+
+
+def test_what_is_claimed_names_its_test():
+    assert PAGES.count("::") - 1 > 20  # one in a command
