@@ -25,11 +25,12 @@ from project import signals, sources
 from project.augment import normalise
 from project.devices import check_world, num_local_ranks
 from project.errors import Preempted, RankFailed, UserError
-from project.failure import dead_ranks, pid_file
+from project.failure import dead_ranks
 from project.files import write_json
 from project.folder import unused_folder
 from project.launch import run
 from project.pack import pack
+from project.processes import pid_file
 from project.rank import run_rank
 
 # Devices
@@ -284,7 +285,8 @@ def test_success_is_what_this_attempt_writes(tmp_path):
 
 def test_who_is_dead_and_who_is_not(tmp_path, monkeypatch):
     """The other rank is a forked process, since locks belong to processes."""
-    (tmp_path / "7.pid").write_text("1")  # nobody holds it
+    (tmp_path / "ranks").mkdir()
+    (tmp_path / "ranks/7.pid").write_text("1")  # nobody holds it
 
     def ask(queue) -> None:
         os.environ["RANK"] = "1"
@@ -292,7 +294,7 @@ def test_who_is_dead_and_who_is_not(tmp_path, monkeypatch):
 
     monkeypatch.setenv("RANK", "0")
     fork = multiprocessing.get_context("fork")
-    with pid_file(tmp_path / "0.pid"):
+    with pid_file(tmp_path / "ranks/0.pid"):
         assert dead_ranks(tmp_path) == [7]
         queue = fork.SimpleQueue()
         process = fork.Process(target=ask, args=(queue,))

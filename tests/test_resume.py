@@ -21,10 +21,12 @@ from laws import asked_to_stop, differences, interrupted, launch
 from project import signals
 from project.checkpoint import begun
 from project.errors import Preempted, RankFailed, UserError
-from project.failure import StepFile, check_progress
+from project.failure import check_progress
 from project.folder import in_use
+from project.heartbeat import beat, beating
 from project.launch import run
 from project.resume import resumed, take_up
+from project.workers import worker_init
 
 GROUPS = REPOSITORY / "conf"
 SHORT = [word for word in TINY if "max_steps" not in word and "_target_" not in word]
@@ -565,7 +567,7 @@ def test_a_loader_worker_leaves_the_answer_to_its_rank(monkeypatch):
 
     def worker(queue) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # as torch does, in effect
-        signals.loader_worker(0)
+        worker_init(0)(0)
         ask(signal.SIGINT)
         ask(signal.SIGTERM)
         queue.put("alive")
@@ -587,12 +589,13 @@ def test_a_loader_worker_leaves_the_answer_to_its_rank(monkeypatch):
 
 def test_two_failures_at_the_same_step_are_enough(tmp_path):
     (tmp_path / "ranks").mkdir()
-    step = StepFile(tmp_path / "ranks/0.step")
-    error = RankFailed("rank 0 failed")
-    for number in 5, 7:
-        step.write(number)
-        check_progress(tmp_path, error)
+    error = RankFailed("rank 0 failed", "Traceback ...")
+    with beating(tmp_path / "ranks/0.beat"):
+        for number in 5, 7:
+            beat(number)
+            check_progress(tmp_path, error)
     with pytest.raises(RankFailed, match="rank 0 failed; so did the attempt before"):
         check_progress(tmp_path, error)
+    check_progress(tmp_path, RankFailed("rank 0 died without a word"))  # kills may come anywhere
     with pytest.raises(UserError, match="mistake"):
         check_progress(tmp_path, UserError("mistake"))

@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
+from torch.distributed.elastic import metrics
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -23,7 +24,9 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from project import signals
 from project.errors import Preempted, RankFailed
 from project.failure import first_failure, preempted
+from project.processes import send, sweep_up
 from project.rank import Train, rank_process
+from project.watch import Watch
 
 PATIENCE = 30.0  # seconds that ranks have to end once they are asked to
 
@@ -56,13 +59,12 @@ def attended(work: Callable[[], T]) -> T:
         future = pool.submit(work)
         future.add_done_callback(lambda _: events.put(0))
         if number := events.get():
-            told, patient_until = set(), time.monotonic() + PATIENCE
+            told: set[int] = set()
+            patient_until = time.monotonic() + PATIENCE
             while not future.done():
-                new = _pids(*_folders) - told
-                told |= new
-                _send(new, number)
+                send(number, *_folders, told=told)
                 if time.monotonic() > patient_until:
-                    _send(_pids(*_folders), signal.SIGKILL)
+                    send(signal.SIGKILL, *_folders)
                 with contextlib.suppress(queue.Empty):
                     events.get(timeout=0.1)
     return future.result()
@@ -72,6 +74,7 @@ def run_ranks(
     folder: Path,
     train: Train,
     num_ranks: int,
+    timeout: float,
     attempt: int = 0,
     environment: Mapping[str, str] | None = None,
 ) -> None:
@@ -80,15 +83,16 @@ def run_ranks(
     In the main thread it answers requests to stop; elsewhere `attended` is for the caller.
 
     Args:
+        timeout: seconds without a sign of life that end a rank.
         attempt: number of this launch in the folder, for the names of logs.
         environment: variables that only these ranks get; they then speak in `ranks/` alone.
 
     Raises:
         Preempted: this process was asked to stop; the ranks have stopped.
         UserError: a rank found a mistake in the config.
-        RankFailed: the first rank that failed, and how.
+        RankFailed: the first rank that failed or makes no progress, and how.
     """
-    work = functools.partial(_run_ranks, folder, train, num_ranks, attempt, environment)
+    work = functools.partial(_run_ranks, folder, train, num_ranks, timeout, attempt, environment)
     attended(work) if threading.current_thread() is threading.main_thread() else work()
 
 
@@ -96,12 +100,14 @@ def _run_ranks(
     folder: Path,
     train: Train,
     num_ranks: int,
+    timeout: float,
     attempt: int,
     environment: Mapping[str, str] | None,
 ) -> None:
     _folders.append(folder)
+    watch = Watch(folder, attempt, timeout, range(num_ranks))
     try:
-        with tempfile.TemporaryDirectory() as logs:
+        with tempfile.TemporaryDirectory() as logs, _Looks.often(watch):
             config = LaunchConfig(
                 min_nodes=1,
                 max_nodes=1,
@@ -118,10 +124,13 @@ def _run_ranks(
             return
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()  # no more: its traceback holds the agent's store
+    except RankFailed:  # the watch has found it
+        if signals.asked():
+            raise Preempted(signals.asked()) from None
+        raise
     finally:
         _folders.remove(folder)
-        for path in folder.glob("ranks/*.pid"):  # of ranks that were killed
-            path.unlink()
+        sweep_up(folder)
     if signals.asked():  # ranks that were stopped end like this
         raise Preempted(signals.asked())
     if failure.exitcode < 0 and preempted(folder):  # by the agent, since this rank was killed
@@ -134,24 +143,39 @@ def _run_ranks(
     raise (has_reported and first_failure(folder)) or died
 
 
-def stop_ranks(folder: Path, number: int) -> None:
-    """Asks the ranks of one job to stop, by a signal."""
-    _send(_pids(folder), number)
+class _Looks(metrics.MetricHandler):
+    """Lets a watch look at the ranks between the agent's own looks, in the agent's thread.
 
+    The agent sees statuses only, and waits for ever for the result of a rank that has left with
+    status 0 (torch 2.14, MultiprocessContext._poll). A metric of its loop is where it calls us.
+    """
 
-def _pids(*folders: Path) -> set[int]:
-    """Process ids of the ranks that work in run folders."""
-    pids = set()
-    for path in [path for folder in folders for path in folder.glob("ranks/*.pid")]:
-        with contextlib.suppress(FileNotFoundError, ValueError):  # it ends, or just begins
-            pids.add(int(path.read_text()))
-    return pids
+    _mine = threading.local()
 
+    @classmethod
+    @contextlib.contextmanager
+    def often(cls, watch: Watch) -> Iterator[None]:
+        """For the agent that runs in this thread."""
+        metrics.configure(cls(), "torchelastic")
+        cls._mine.watch = watch
+        try:
+            yield
+        finally:
+            cls._mine.watch = None
 
-def _send(pids: set[int], number: int) -> None:
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, number)
+    def emit(self, metric_data: metrics.MetricData) -> None:
+        """Comes ten times a second.
+
+        Raises:
+            RankFailed: which ends the agent; the ranks are gone already.
+        """
+        watch = getattr(self._mine, "watch", None)
+        if watch and metric_data.name.endswith(".remaining_restarts"):
+            try:
+                watch.look()
+            except RankFailed:
+                sweep_up(watch.folder)
+                raise
 
 
 @contextlib.contextmanager

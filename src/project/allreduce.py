@@ -15,18 +15,19 @@ from project.devices import num_cores, on_gpu
 from project.errors import RankFailed, UserError
 
 MESSAGE = 64 * 2**20  # bytes
+TIMEOUT = 60.0  # seconds
 
 
 def measure(num_gpus: int, problems: list[str]) -> dict[str, Any]:
     """Starts a rank a GPU, or up to four on CPUs, as a training does, and lets them add up."""
     ranks = num_gpus or min(num_cores(), 4)
     trainer = {"accelerator": "auto", "devices": ranks}
-    config = OmegaConf.create({"trainer": trainer, "launch": {"timeout": 60}})
+    config = OmegaConf.create({"trainer": trainer, "launch": {"timeout": TIMEOUT}})
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / ".hydra").mkdir()
         OmegaConf.save(config, Path(folder) / ".hydra" / "config.yaml")
         try:
-            run_ranks(Path(folder), all_reduce, ranks)
+            run_ranks(Path(folder), all_reduce, ranks, TIMEOUT)
         except (RankFailed, UserError) as error:
             problems.append(f"an all-reduce over {ranks} ranks failed: {error}")
             return {"ranks": ranks, "works": False}

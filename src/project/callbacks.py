@@ -7,11 +7,10 @@ from typing import Any
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.trainer.states import TrainerFn
 
-from project import continuation, keep, signals
+from project import continuation, heartbeat, keep, signals
 from project.agreement import Agreement
 from project.checkpoint import LAST
 from project.errors import Preempted
-from project.failure import StepFile
 from project.files import link_atomically, write_csv
 
 log = logging.getLogger(__package__)
@@ -112,7 +111,6 @@ class RunRecord(Checkpoint):
             if self._renews:
                 continuation.renew_schedule(trainer, pl_module)
         self._agreement = Agreement(step, self.every_n_steps, self.every_minutes)
-        self._step_file = StepFile(self.folder / "ranks" / f"{trainer.global_rank}.step")
         signals.defer(True)
 
     def on_train_batch_end(
@@ -120,7 +118,6 @@ class RunRecord(Checkpoint):
     ) -> None:
         """At a step boundary saves or stops, if all ranks find it due."""
         due, step = self._agreement, trainer.global_step
-        self._step_file.write(step)
         if (batch_idx + 1) % trainer.accumulate_grad_batches:
             return
         due.look(step)
@@ -189,12 +186,13 @@ class RunRecord(Checkpoint):
             signals.end()  # no further one interrupts the saving
         if due.is_save_due or due.request:
             trainer.lightning_module.losses.check(trainer)
-            trainer.save_checkpoint(self.last_path)
+            with heartbeat.phase("saving"):
+                trainer.save_checkpoint(self.last_path)
+                if trainer.is_global_zero:
+                    write_csv(self.folder / "metrics.csv", self.history)
+                    if self._new:
+                        self.best.link(self._new, self.last_path)
             due.saved()
-            if trainer.is_global_zero:
-                write_csv(self.folder / "metrics.csv", self.history)
-                if self._new:
-                    self.best.link(self._new, self.last_path)
             self._new = None
         if due.request:
             raise Preempted(due.request, f" at step {trainer.global_step}, saved")

@@ -1,8 +1,12 @@
 """Standard streams that may be closed, or that nobody reads any more."""
 
+import errno
 import os
 import sys
+import termios
 from typing import TextIO
+
+UNREAD = errno.EPIPE, errno.EIO  # after `train.py | head`, or once the terminal is closed
 
 
 def open_streams() -> None:
@@ -23,7 +27,9 @@ def say(text: str, to: TextIO | None = None) -> None:
     try:
         stream.write(f"{text}\n")
         stream.flush()
-    except BrokenPipeError:
+    except OSError as error:
+        if error.errno not in UNREAD:
+            raise
         read_by_nobody(stream)
 
 
@@ -32,3 +38,15 @@ def read_by_nobody(stream: TextIO) -> None:
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, stream.fileno())
     os.close(null)
+
+
+def leave_terminal() -> None:
+    """After a terminal was closed, what a process reads or writes there would fail."""
+    for number in range(3):
+        try:
+            termios.tcgetattr(number)
+        except termios.error as error:
+            if error.args[0] == errno.EIO:  # and not: it is a file, or a pipe
+                null = os.open(os.devnull, os.O_RDWR)
+                os.dup2(null, number)
+                os.close(null)

@@ -1,7 +1,7 @@
 """The data of a run as a LightningDataModule."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,8 +14,8 @@ from project.augment import Augment, normalise
 from project.data import EvalBatches, TrainBatches, stratified_split
 from project.errors import UserError
 from project.pack import PackedImages, Source, pack
-from project.signals import loader_worker
 from project.steps import num_steps, steps_per_epoch
+from project.workers import PREFETCH, worker_init
 
 Batch = tuple[Tensor, Tensor, Tensor]
 
@@ -191,8 +191,14 @@ class ImageDataModule(lightning.LightningDataModule):
             # Ranks come from a fork server and would start workers from another: seconds of
             # imports, a copy of the images in each, and nobody to end them with their rank.
             multiprocessing_context="fork" if self.num_workers > 0 else None,
-            worker_init_fn=loader_worker,  # torch's own look at its parent takes 5 s
+            worker_init_fn=self._worker_init,  # torch's own look at its parent takes 5 s
         )
+
+    @functools.cached_property
+    def _worker_init(self) -> Callable[[int], None]:
+        images = max(self.batch_size // self._trainer.world_size, self.eval_batch_size)
+        loaders = 2 * self.num_workers * self._trainer.num_devices  # of training and validation
+        return worker_init(loaders * PREFETCH * images * 3 * self.image_size**2)
 
     @property
     def _trainer(self) -> lightning.Trainer:

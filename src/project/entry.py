@@ -20,7 +20,7 @@ from project.cli import closing_table, explained, quoted
 from project.console import open_streams, say
 from project.errors import Preempted, RankFailed, UserError
 from project.folder import in_use, read_results, shown
-from project.launch import run, run_in_place
+from project.launch import run, run_outside
 from project.parallel import Share
 from project.rank import Train
 from project.resume import is_sweep, resumed, take_up, take_up_sweep
@@ -71,7 +71,7 @@ def _start(main: Callable[..., Any], train: Train) -> None:
             if not outside.store().check(["folder"]):
                 outside.store().set("folder", "")
     elif name := outside.store().get("folder").decode():
-        run_in_place(Path(name), train, outside.store())
+        run_outside(Path(name), train)
 
 
 def _resume(folder: Path, words: list[str], main: Callable[..., Any], train: Train) -> None:
@@ -150,7 +150,7 @@ def _way_on(folder: Path) -> str:
 
 def _status(stopped: Preempted) -> int:
     """An outside torchrun would start anew what ends otherwise than with 0."""
-    return 0 if dist.is_torchelastic_launched() else 128 + stopped.number
+    return 0 if dist.is_torchelastic_launched() else stopped.status
 
 
 def _register(sweepers: Sequence[type[GridSweeper]], work: Callable[..., int]) -> None:

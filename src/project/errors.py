@@ -25,8 +25,13 @@ class Preempted(BaseException):
     Args:
         number: of the signal.
         where: what was saved, for messages.
+
+    Attributes:
+        status: with which the process ends that the user has started.
     """
 
     def __init__(self, number: int, where: str = "") -> None:
         super().__init__(f"stopped by {signal.Signals(number).name}{where}")
         self.number = number
+        # SIGUSR1 is how a scheduler announces its SIGTERM (Slurm: --signal=B:USR1@60).
+        self.status = 128 + (signal.SIGTERM if number == signal.SIGUSR1 else number)

@@ -1,63 +1,24 @@
-"""Who is alive, who failed first, and why: what the ranks of a run leave in `ranks/`."""
+"""Who failed first, and why: what the ranks of a run leave in `ranks/`."""
 
-import contextlib
-import fcntl
 import json
-import mmap
-import multiprocessing
 import os
 import signal
-import threading
 import time
 import traceback
-from collections.abc import Iterator
-from multiprocessing.connection import wait
 from pathlib import Path
 
+from project import heartbeat
 from project.errors import Preempted, RankFailed, UserError
 from project.files import write_json
 from project.folder import read_results
+from project.processes import ranks_of
 from project.secret import hidden
+from project.watch import died
 
 
-def end_with_parent() -> None:
-    """From now on this process ends when its parent does, even by SIGKILL."""
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        sentinel = parent.sentinel
-        threading.Thread(target=lambda: (wait([sentinel]), os._exit(1)), daemon=True).start()
-
-
-@contextlib.contextmanager
-def pid_file(path: Path) -> Iterator[None]:
-    """Shows who is alive: the file is there and locked from the start of a rank to its end."""
-    with path.open("w") as file:
-        fcntl.lockf(file, fcntl.LOCK_EX)
-        file.write(f"{os.getpid()}\n")
-        file.flush()
-        try:
-            yield
-        finally:
-            path.unlink(missing_ok=True)
-
-
-class StepFile:
-    """Shows the optimizer step that a rank has reached, also after it was killed."""
-
-    def __init__(self, path: Path) -> None:
-        path.write_bytes(bytes(8))
-        with path.open("r+b") as file:
-            self._bytes = mmap.mmap(file.fileno(), 8)
-
-    def write(self, step: int) -> None:
-        """Costs no system call."""
-        self._bytes[:] = step.to_bytes(8, "little")
-
-
-def furthest_step(folder: Path) -> int | None:
-    """The step that the ranks of the latest attempt have reached, None before training."""
-    steps = [path.read_bytes() for path in folder.glob("ranks/*.step")]
-    return max((int.from_bytes(step, "little") for step in steps), default=None)
+def furthest_step(folder: Path) -> int:
+    """The step that the ranks of the latest attempt have reached."""
+    return max((heartbeat.read(path).step for path in folder.glob("ranks/*.beat")), default=0)
 
 
 def record_failure(
@@ -70,15 +31,22 @@ def record_failure(
     Args:
         mistake: of the user, if that is behind it: then the console shows no traceback.
     """
-    trace = traceback.format_exc()
+    rank, trace = int(report.name.split("-")[0]), traceback.format_exc()
     first_line = str(error).partition("\n")[0].rstrip(".")
     summary = mistake or f"{type(error).__name__}: {first_line}"
-    trace, summary = hidden(trace), hidden(summary)
-    content = {"time": time.time(), "error": summary, "traceback": None if mistake else trace}
-    content["dead"] = dead_ranks(report.parent)
-    write_json(report.with_suffix(".json"), content)
+    if dead := dead_ranks(report.parents[1]):
+        write_report(report, died(dead[0]))
+    else:
+        write_report(report, mistake or f"rank {rank} failed: {summary}", trace, bool(mistake))
     with (train_log or report.with_suffix(".log")).open("a") as file:
-        file.write(f"{summary}\n" if isinstance(error, UserError) else trace)
+        file.write(hidden(f"{summary}\n" if isinstance(error, UserError) else trace))
+
+
+def write_report(report: Path, reason: str, trace: str = "", is_mistake: bool = False) -> None:
+    """Leaves what ended a rank, or what it has seen to end another."""
+    content = {"time": time.time(), "reason": reason, "traceback": "" if is_mistake else trace}
+    content = {key: hidden(v) if isinstance(v, str) else v for key, v in content.items()}
+    write_json(report.with_suffix(".json"), {**content, "is_mistake": is_mistake})
 
 
 def write_preempted(folder: Path, stopped: Preempted) -> None:
@@ -88,21 +56,24 @@ def write_preempted(folder: Path, stopped: Preempted) -> None:
 
 
 def first_failure(folder: Path) -> Exception | None:
-    """What ended a job: the first report of a rank, or the silent death that it tells of.
+    """What ended a job: the first report of a rank.
 
     Returns:
         the error to raise, None if no rank has reported.
     """
-    reports = {path: json.loads(path.read_text()) for path in folder.glob("ranks/*.json")}
+    reports = [json.loads(path.read_text()) for path in folder.glob("ranks/*.json")]
     if not reports:
         return None
-    path, report = min(reports.items(), key=lambda item: item[1]["time"])
-    if report["dead"]:
-        return RankFailed(f"rank {report['dead'][0]} died without a word (killed, or os._exit)")
-    if report["traceback"] is None:
-        return UserError(report["error"])
-    rank = path.name.split("-")[0]
-    return RankFailed(f"rank {rank} failed: {report['error']}", report["traceback"])
+    report = min(reports, key=lambda report: report["time"])
+    if report["is_mistake"]:
+        return UserError(report["reason"])
+    return RankFailed(report["reason"], report["traceback"])
+
+
+def dead_ranks(folder: Path) -> list[int]:
+    """Ranks that died without a word, for one of the others."""
+    ranks = ranks_of(folder, but=int(os.environ["RANK"]))
+    return [rank.number for rank in ranks if not rank.is_alive]
 
 
 def preempted(folder: Path) -> Preempted | None:
@@ -119,13 +90,16 @@ def check_progress(folder: Path, failure: Exception | None) -> None:
 
     Raises:
         UserError: it would end in the same mistake.
-        RankFailed: two attempts have failed at the same step.
+        RankFailed: two attempts have failed at the same step, and said of what. What kills a rank
+            from outside may strike as often as it likes.
     """
     path, step = folder / "ranks" / "failed_at", str(furthest_step(folder))
     if isinstance(failure, UserError):
         raise failure
+    trace = getattr(failure, "traceback", "")
+    if not trace:
+        return
     if path.exists() and path.read_text() == step:
-        trace = getattr(failure, "traceback", "")
         raise RankFailed(f"{failure}; so did the attempt before, at the same step", trace)
     path.write_text(step)
 
@@ -139,30 +113,14 @@ def next_attempt(folder: Path) -> int:
 def clear(folder: Path) -> None:
     """Removes what an earlier attempt has left: success and failure are what the next writes."""
     parts = ".*-*", "*/.*-*"  # of files that were being written
-    _remove(folder, "results.json", "ranks/*.json", "ranks/*.pid", "ranks/*.step", *parts)
+    _remove(folder, "results.json", "ranks/*.json", "ranks/*.pid", "ranks/*.beat", *parts)
 
 
 def tidy(folder: Path) -> None:
     """Removes what only another attempt would have asked for."""
-    _remove(folder, "ranks/*.step", "ranks/failed_at")
+    _remove(folder, "ranks/*.beat", "ranks/failed_at")
 
 
 def _remove(folder: Path, *patterns: str) -> None:
     for path in (path for pattern in patterns for path in folder.glob(pattern)):
         path.unlink(missing_ok=True)
-
-
-def dead_ranks(ranks: Path) -> list[int]:
-    """Ranks that died without a word: their file is still there, the lock went with the process.
-
-    The kernel closes a dying process's files in the order of their opening, so that the lock is
-    free before the sockets break from which the other ranks learn of a death.
-    """
-    own = ranks / f"{os.environ['RANK']}.pid"  # not even opened: closing it would give up the lock
-    dead = []
-    for path in {*ranks.glob("*.pid")} - {own}:
-        with contextlib.suppress(BlockingIOError, FileNotFoundError), path.open("r+b") as file:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if path.exists():  # else it ended in order just now
-                dead.append(int(path.stem))
-    return sorted(dead)

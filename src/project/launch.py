@@ -31,6 +31,7 @@ from project.failure import (
 from project.files import write_json
 from project.folder import read_results
 from project.parallel import Share
+from project.processes import sweep_up
 from project.rank import Train, run_rank
 from project.schema import check_knobs
 from project.secret import hidden, hide
@@ -65,6 +66,8 @@ def run(folder: Path, train: Train, share: Share | None = None) -> dict[str, Any
             check_progress(folder, first_failure(folder))
         else:
             tidy(folder)
+        if not dist.is_torchelastic_launched():
+            sweep_up(folder)  # after one whose parent was killed just now
         clear(folder)
         if missing := OmegaConf.missing_keys(cfg):
             raise UserError(f"Give a value: {'=..., '.join(sorted(missing))}=...")
@@ -96,7 +99,7 @@ def _launch(folder: Path, train: Train, cfg: Any, share: Share | None) -> None:
     if dist.is_torchelastic_launched():
         check_world(num_ranks, cfg.trainer)
         outside.announce(folder)
-        return run_in_place(folder, train, outside.store())
+        return run_outside(folder, train)
     if cfg.launch.inplace and share:
         raise UserError("launch.inplace trains in this process, one job of a sweep at a time.")
     if cfg.launch.inplace:
@@ -107,7 +110,8 @@ def _launch(folder: Path, train: Train, cfg: Any, share: Share | None) -> None:
     for attempt in itertools.count(first):
         try:
             with share(cfg.trainer, num_ranks) if share else nullcontext() as environment:
-                return run_ranks(folder, train, num_ranks, attempt, environment)
+                timeout = cfg.launch.timeout
+                return run_ranks(folder, train, num_ranks, timeout, attempt, environment)
         except RankFailed as error:
             if preempted(folder) or attempt - first >= cfg.launch.max_restarts:
                 raise
@@ -139,6 +143,13 @@ def _run_alone(folder: Path, train: Train, num_ranks: int) -> None:
     finally:
         os.environ.clear()
         os.environ.update(before)
+
+
+def run_outside(folder: Path, train: Train) -> None:
+    """Trains as a rank that an outside torchrun has started."""
+    cfg: Any = OmegaConf.load(folder / ".hydra" / "config.yaml")
+    with outside.watched(folder, cfg.launch.timeout):
+        run_in_place(folder, train, outside.store())
 
 
 def run_in_place(folder: Path, train: Train, store: dist.Store) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from project.console import read_by_nobody
+from project.console import UNREAD, read_by_nobody
 from project.secret import hidden
 
 # Upstream's warnings that do not apply here, by a pattern of how they begin.
@@ -47,7 +47,8 @@ class Console(logging.StreamHandler):
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
         """Training goes on; train.log has it all."""
-        if isinstance(sys.exc_info()[1], BrokenPipeError):
+        error = sys.exc_info()[1]
+        if isinstance(error, OSError) and error.errno in UNREAD:
             read_by_nobody(self.stream)
         else:
             super().handleError(record)

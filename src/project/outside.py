@@ -1,10 +1,17 @@
-"""What an outside torchrun leaves for its ranks: a store to meet in, a folder for restarts."""
+"""Under an outside torchrun: a store to meet in, a folder for restarts, and a watch."""
 
+import contextlib
 import functools
 import os
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch.distributed as dist
+
+from project.errors import RankFailed
+from project.failure import write_report
+from project.watch import SECONDS_BETWEEN, Watch
 
 
 @functools.cache
@@ -27,6 +34,38 @@ def restarted() -> Path | None:
     if not path or not path.exists() or os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
         return None
     return Path(path.read_text())
+
+
+@contextlib.contextmanager
+def watched(folder: Path, timeout: float) -> Iterator[None]:
+    """Ends this rank once torchrun is gone, or a rank makes no progress; torchrun ends the others.
+
+    By a thread, which works also while the rank waits in C++.
+
+    Args:
+        timeout: see Watch.
+    """
+    rank, attempt = int(os.environ["RANK"]), os.environ["TORCHELASTIC_RESTART_COUNT"]
+    first = rank - int(os.environ["LOCAL_RANK"])
+    here = range(first, first + int(os.environ["LOCAL_WORLD_SIZE"]))
+    watch, parent = Watch(folder, int(attempt), timeout, here, own=rank), os.getppid()
+    ended = threading.Event()
+
+    def attend() -> None:
+        while not ended.wait(SECONDS_BETWEEN):
+            try:
+                watch.look()
+            except RankFailed as error:
+                write_report(folder / "ranks" / f"{rank}-{attempt}", str(error), error.traceback)
+                os._exit(1)
+            if os.getppid() != parent:
+                os._exit(1)
+
+    threading.Thread(target=attend, daemon=True).start()
+    try:
+        yield
+    finally:
+        ended.set()
 
 
 def _note() -> Path | None:

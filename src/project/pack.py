@@ -4,25 +4,26 @@ import contextlib
 import fcntl
 import hashlib
 import inspect
-import itertools
 import json
 import logging
 import os
-import shutil
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from project import heartbeat
 from project.errors import UserError
+from project.pack_files import Source, damage, write_pack
 
 log = logging.getLogger(__package__)
 
-Source = Callable[[Path, str, int], Any]  # (root, split, image_size) -> sources.Listing
+SECONDS_BETWEEN = 0.1  # two tries for a lock
 
 
 class PackedImages(Dataset):
@@ -62,16 +63,29 @@ def pack(source: Source, root: Path, split: str, image_size: int) -> PackedImage
 
 def _pack(source: Source, root: Path, split: str, image_size: int) -> PackedImages:
     name = f"{_identity(source, root, split, image_size)}-{split}"
-    if (root / ".packed" / name).exists():  # perhaps where nothing can be written any more
-        return PackedImages(root / ".packed" / name)
-    packs = pack_folder(root)
-    folder = packs / name
-    if not folder.exists():
+    beside = root / ".packed" / name  # perhaps where nothing can be written any more
+    if beside.exists() and not damage(beside):
+        return PackedImages(beside)
+    folder = pack_folder(root) / name
+    if not folder.exists() or damage(folder):
         log.info("reading the %s images of %s, to be packed once", split, root)
-        with _locked(packs / f"{folder.name}.lock"):
-            if not folder.exists():
-                _write_pack(source, root, split, image_size, folder)
+        lock = folder.with_name(f"{name}.lock")
+        with _locked(lock), heartbeat.shown_at(lock):
+            wrong = damage(folder) if folder.exists() else None
+            if wrong or not folder.exists():
+                _write(source, root, split, image_size, folder, wrong)
     return PackedImages(folder)
+
+
+def _write(
+    source: Source, root: Path, split: str, image_size: int, folder: Path, wrong: str | None
+) -> None:
+    if wrong:
+        log.warning("%s: packed anew", wrong)
+    try:
+        write_pack(source, root, split, image_size, folder)
+    except UserError as error:
+        raise UserError(f"{wrong}, and cannot be made anew: {error}" if wrong else error) from error
 
 
 @contextlib.contextmanager
@@ -92,7 +106,7 @@ def _locked(path: Path) -> Iterator[None]:
             if attempts == 100:
                 raise
             continue
-        fcntl.flock(file, fcntl.LOCK_EX)
+        _wait_for(path, file)
         if _lies_at(path, file):
             break
         file.close()
@@ -105,6 +119,20 @@ def _locked(path: Path) -> Iterator[None]:
                 for folder in dict.fromkeys([path.parent, *missing]):
                     folder.rmdir()
             raise
+
+
+def _wait_for(path: Path, file: IO[str]) -> None:
+    """Takes a lock; meanwhile this rank is as alive as the packer that holds it."""
+    seen = 0.0
+    while True:
+        try:
+            return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            shown = os.fstat(file.fileno()).st_mtime
+            if shown != seen:
+                seen = shown
+                heartbeat.beat()
+        time.sleep(SECONDS_BETWEEN)  # a blocking wait would show no sign of life
 
 
 def _lies_at(path: Path, file: IO[str]) -> bool:
@@ -138,37 +166,3 @@ def _identity(source: Source, root: Path, split: str, image_size: int) -> str:
     ]
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=6).hexdigest()
     return f"{function.__name__}-{image_size}-{digest}"
-
-
-def _pixels(image: Any, image_size: int, number: int) -> np.ndarray:
-    array = np.asarray(image)
-    if array.dtype != np.uint8 or array.shape != (image_size, image_size, 3):
-        raise UserError(
-            f"image {number} of the source is {array.dtype} {array.shape}, "
-            f"not uint8 {(image_size, image_size, 3)}."
-        )
-    return array
-
-
-def _write_pack(source: Source, root: Path, split: str, image_size: int, folder: Path) -> None:
-    labels, classes, images = source(root, split, image_size)
-    labels = np.asarray(labels, np.int64)
-    if len(labels) and not 0 <= labels.min() <= labels.max() < len(classes):
-        raise UserError(f"{root}: labels {labels.min()} to {labels.max()}, {len(classes)} classes.")
-    shape = (len(labels), 3, image_size, image_size)
-    part = folder.with_name(f"{folder.name}.part")
-    shutil.rmtree(part, ignore_errors=True)  # of a packer that was killed; we hold its lock
-    part.mkdir()
-    try:
-        packed = np.lib.format.open_memmap(part / "images.npy", "w+", np.uint8, shape)
-        for number, (row, image) in enumerate(itertools.zip_longest(packed, images)):
-            if row is None or image is None:
-                raise UserError(f"{root}: {len(labels)} labels are not as many as the images.")
-            row[:] = _pixels(image, image_size, number).transpose(2, 0, 1)
-        packed.flush()
-        np.save(part / "labels.npy", labels)
-        (part / "classes.json").write_text(json.dumps(list(classes)), "utf-8")
-        part.rename(folder)
-    except BaseException:
-        shutil.rmtree(part, ignore_errors=True)
-        raise

@@ -74,7 +74,7 @@ def run_at_once(jobs: Iterator[T], count: int, run: Callable[[T], int]) -> int:
             module._cleanup = cleanup
 
     attended(work)
-    return stopped[0] or (128 + signals.asked() if signals.asked() else 0)
+    return stopped[0] or (Preempted(signals.asked()).status if signals.asked() else 0)
 
 
 class Share:

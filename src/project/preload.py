@@ -6,13 +6,13 @@ afterwards, so that no collection touches (and thereby copies) the pages that ra
 
 import atexit
 import gc
-import signal
 
 gc.disable()
+from project import signals  # noqa: E402
+
 # A signal to all processes of a job is for the ranks to answer; without their server they would
 # count as dead before they have saved.
-signal.signal(signal.SIGTERM, signal.SIG_IGN)
-signal.signal(signal.SIGINT, signal.SIG_IGN)
+signals.left_to_children()
 
 import hydra.utils  # noqa: E402, F401
 import torchvision  # noqa: E402, F401

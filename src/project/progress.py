@@ -1,4 +1,4 @@
-"""What a person sees, and a logger gets, while a run trains."""
+"""What a person sees, a logger gets, and a watch finds, while a run trains."""
 
 import logging
 import math
@@ -11,8 +11,11 @@ from typing import Any
 import lightning
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.trainer.states import TrainerFn
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # pyright: ignore
 from tqdm import tqdm
+
+from project.heartbeat import beat
 
 log = logging.getLogger(__package__)
 
@@ -26,6 +29,9 @@ class Progress(Callback):
     step/lr and step/images_per_second. The loss is that of the global batch, over all ranks; it is
     read from the device at those steps only, and the bar shows the latest. Images a second leave
     validation out, the time left does not.
+
+    Each batch leaves signs of life (see `project.heartbeat`), one of them between forward and
+    backward: of ranks that wait for each other, the one at fault is behind.
     """
 
     _bar: tqdm | None = None
@@ -46,16 +52,28 @@ class Progress(Callback):
             size: dict[str, Any] = {"ncols": _num_columns(), "nrows": 20}
             shape = "{desc} |{bar}|"
             self._bar = tqdm(total=self._num_steps, file=sys.stdout, bar_format=shape, **size)
+        beat(trainer.global_step, "training")
         self.on_train_epoch_start(trainer, pl_module)
 
     def on_train_epoch_start(self, trainer: lightning.Trainer, pl_module: Any) -> None:
         """Begins to count images a second."""
         self._epoch_started, self._epoch_step = time.monotonic(), trainer.global_step
 
+    def on_train_batch_start(
+        self, trainer: lightning.Trainer, pl_module: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """The loader has not failed this rank."""
+        beat()
+
+    def on_before_backward(self, trainer: lightning.Trainer, pl_module: Any, loss: Any) -> None:
+        """Nor has the network."""
+        beat()
+
     def on_train_batch_end(
         self, trainer: lightning.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Looks at step and clock, and mostly returns."""
+        beat(trainer.global_step)
         step, every = trainer.global_step, trainer.log_every_n_steps  # type: ignore[attr-defined]
         if every and step % every == 0 and step != self._shown_step:
             self._shown_step = step
@@ -65,6 +83,26 @@ class Progress(Callback):
             self._bar.n = step
             self._bar.ncols = _num_columns()
             self._bar.set_description_str(self._line(trainer))
+
+    def on_validation_start(self, trainer: lightning.Trainer, pl_module: Any) -> None:
+        """Another phase."""
+        beat(phase="validation")
+
+    def on_validation_batch_end(self, *args: Any, **kwargs: Any) -> None:
+        """A sign of life."""
+        beat()
+
+    def on_validation_end(self, trainer: lightning.Trainer, pl_module: Any) -> None:
+        """Back to training, or to an end."""
+        beat(phase="training" if trainer.state.fn == TrainerFn.FITTING else None)
+
+    def on_test_start(self, trainer: lightning.Trainer, pl_module: Any) -> None:
+        """Another phase."""
+        beat(phase="test")
+
+    def on_test_batch_end(self, *args: Any, **kwargs: Any) -> None:
+        """A sign of life."""
+        beat()
 
     def on_train_end(self, trainer: lightning.Trainer, pl_module: Any) -> None:
         """Clears the bar away, and tells of an early stop."""

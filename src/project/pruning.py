@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from project.agent import stop_ranks
 from project.files import read_csv
+from project.processes import send
 
 if TYPE_CHECKING:
     import optuna
@@ -49,7 +49,7 @@ def pruned(study: "optuna.Study", job: Path, metric: str) -> Iterator[list[int]]
         while not ended.wait(SECONDS_BETWEEN) and not verdict:
             look()
             if verdict:
-                stop_ranks(job, signal.SIGTERM)
+                send(signal.SIGTERM, job)
 
     watcher = threading.Thread(target=watch)
     if not isinstance(study.pruner, optuna.pruners.NopPruner):

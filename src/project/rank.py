@@ -2,7 +2,6 @@
 
 import logging
 import os
-import signal
 import time
 import traceback
 from collections.abc import Callable, Mapping
@@ -19,16 +18,14 @@ from omegaconf import DictConfig, OmegaConf
 from project import signals
 from project.devices import on_gpu, threads_a_rank
 from project.errors import Preempted, RankFailed, UserError
-from project.failure import (
-    dead_ranks,
-    end_with_parent,
-    pid_file,
-    record_failure,
-    write_preempted,
-)
+from project.failure import dead_ranks, record_failure, write_preempted
 from project.files import write_json
+from project.heartbeat import beating, stacks_on_request
 from project.logs import quiet, rank_logging
+from project.processes import end_with_parent, pid_file
 from project.secret import hide
+
+SLACK = 10.0  # seconds after which a collective gives up that nobody found stuck
 
 Train = Callable[[DictConfig, Path], dict[str, Any]]
 
@@ -39,6 +36,7 @@ def run_rank(folder: Path, train: Train, store: dist.Store | None = None) -> Non
     """Trains as one rank of the run in `folder`; RANK and its siblings are in the environment.
 
     Rank 0 writes `results.json`. A failure is left in `ranks/<rank>-<attempt>.json` and raised.
+    Signs of life go to `ranks/<rank>.beat`, at SIGUSR2 the stacks to `<rank>-<attempt>.stacks`.
 
     Raises:
         Preempted: a signal asked the run to stop, and it has stopped.
@@ -54,8 +52,10 @@ def run_rank(folder: Path, train: Train, store: dist.Store | None = None) -> Non
     report = folder / "ranks" / f"{rank}-{attempt}"
     report.parent.mkdir(exist_ok=True)
     train_log = folder / "train.log" if rank == 0 else None
+    beats = beating(folder / "ranks" / f"{rank}.beat")
+    stacks = stacks_on_request(report.with_suffix(".stacks"))
     pid = pid_file(folder / "ranks" / f"{rank}.pid")
-    with pid, rank_logging(train_log, report), signals.handled():
+    with beats, stacks, pid, rank_logging(train_log, report), signals.handled():
         try:
             path = folder / ".hydra" / "config.yaml"
             hide(path.read_text())
@@ -76,7 +76,7 @@ def run_rank(folder: Path, train: Train, store: dist.Store | None = None) -> Non
         except (Exception, SystemExit) as error:
             signals.end()
             number = signals.requested()
-            if number and not dead_ranks(report.parent):  # the others too, and one left before
+            if number and not dead_ranks(folder):  # the others too, and one left before
                 stopped = Preempted(number)
                 _stop(folder, stopped)
                 raise stopped from error
@@ -136,7 +136,7 @@ def _join_group(cfg: DictConfig, store: dist.Store | None) -> None:
         torch.cuda.set_device(local_rank if isinstance(devices, int | str) else devices[local_rank])
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if has_gpu else "gloo",
-        timeout=timedelta(seconds=cfg.launch.timeout),
+        timeout=timedelta(seconds=cfg.launch.timeout + SLACK),
         store=store,
         rank=-1 if store is None else int(os.environ["RANK"]),
         world_size=-1 if store is None else int(os.environ["WORLD_SIZE"]),
@@ -156,8 +156,7 @@ def rank_process(
     Args:
         environment: variables of this job, if others run beside it: then the console is not its.
     """
-    for number in signal.SIGTERM, signal.SIGINT:
-        signal.signal(number, signal.SIG_DFL)  # the fork server ignores them
+    signals.restored()
     end_with_parent()
     if environment is not None:
         os.environ.update(environment)

@@ -1,4 +1,4 @@
-"""SIGTERM and SIGINT in a rank: requests to stop, which training grants at a step of its choice."""
+"""Requests to stop: in a rank training grants them at a step of its choice."""
 
 import contextlib
 import os
@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterator, Mapping
 from types import FrameType
 from typing import Any
 
+from project.console import leave_terminal
 from project.errors import Preempted
-from project.failure import end_with_parent
 
-REQUESTS = signal.SIGTERM, signal.SIGINT
+# Also: the warning of a scheduler, and a terminal that was closed.
+REQUESTS = signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP
 GRACE = 6.0  # seconds that training has to reach a step boundary, of the 10 that a job may take
 
 _pid = 0  # of the rank; children inherit its handlers
@@ -23,8 +24,8 @@ def granted_at_once() -> None:
     """For the process that launches: the first request raises Preempted, later ones do nothing."""
     global _asked
     _asked = 0
-    for number in REQUESTS:
-        signal.signal(number, _at_once)
+    for number, handler in _all(_at_once).items():
+        signal.signal(number, handler)
 
 
 def asked() -> int:
@@ -42,6 +43,18 @@ def ignored_once_asked() -> None:
             signal.signal(number, signal.SIG_IGN)
 
 
+def left_to_children() -> None:
+    """In the process that ranks are forked from: a request to all processes is for them."""
+    for number, handler in _all(lambda number, frame: None).items():
+        signal.signal(number, handler)
+
+
+def restored() -> None:
+    """In a process that was forked from it: requests have their default action again."""
+    for number, action in _all(signal.SIG_DFL).items():
+        signal.signal(number, action)
+
+
 @contextlib.contextmanager
 def received(receive: Callable[[int], object]) -> Iterator[None]:
     """For the process that launches, while ranks run: the first request is what `receive` gets.
@@ -51,22 +64,23 @@ def received(receive: Callable[[int], object]) -> Iterator[None]:
 
     def handler(number: int, frame: FrameType | None) -> None:
         global _asked
+        _hang_up(number)
         if not _asked:
             _asked = number
             receive(number)
 
     if _asked:
         receive(_asked)
-    with _installed(dict.fromkeys(REQUESTS, handler)):
+    with _installed(_all(handler)):
         yield
 
 
 @contextlib.contextmanager
 def handled() -> Iterator[None]:
-    """Makes requests to stop of both signals; raises Preempted wherever no training defers it."""
+    """Makes requests to stop of signals; raises Preempted wherever no training defers it."""
     global _pid, _request, _is_training, _is_ending
     _pid, _request, _is_training, _is_ending = os.getpid(), 0, False, False
-    with _installed({**dict.fromkeys(REQUESTS, _on_request), signal.SIGALRM: _on_alarm}):
+    with _installed({**_all(_on_request), signal.SIGALRM: _on_alarm}):
         try:
             yield
         finally:
@@ -80,16 +94,15 @@ def fatal() -> Iterator[None]:
     For a rank that meets the others: there is nothing to save, and it waits in C++, where no
     handler of Python runs, also for one that has left already.
     """
-    with _installed(dict.fromkeys(REQUESTS, signal.SIG_DFL)):
+    with _installed(_all(signal.SIG_DFL)):
         yield
 
 
-def loader_worker(number: int) -> None:
-    """For `worker_init_fn`: a worker ends with its rank, and leaves it to answer signals.
+def leave_to_rank() -> None:
+    """In a loader worker, which complies later, should its rank not be there any more.
 
     torch has given it a handler of SIGTERM that ends it at once, and so would fail its rank.
     """
-    end_with_parent()
     signal.signal(signal.SIGTERM, _on_request)
 
 
@@ -111,6 +124,17 @@ def requested() -> int:
     return _request
 
 
+def _all(handler: Any) -> dict[signal.Signals, Any]:
+    """A handler for each request; not for a hang-up that `nohup` lets us ignore."""
+    ignored = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else set()
+    return dict.fromkeys(set(REQUESTS) - ignored, handler)
+
+
+def _hang_up(number: int) -> None:
+    if number == signal.SIGHUP:
+        leave_terminal()
+
+
 @contextlib.contextmanager
 def _installed(handlers: Mapping[signal.Signals, Any]) -> Iterator[None]:
     """Handles signals in other ways for a while."""
@@ -124,6 +148,7 @@ def _installed(handlers: Mapping[signal.Signals, Any]) -> Iterator[None]:
 
 def _at_once(number: int, frame: FrameType | None) -> None:
     global _asked
+    _hang_up(number)
     if not _asked:
         _asked = number
         raise Preempted(number)
@@ -131,6 +156,7 @@ def _at_once(number: int, frame: FrameType | None) -> None:
 
 def _on_request(number: int, frame: FrameType | None) -> None:
     global _request
+    _hang_up(number)
     if os.getpid() != _pid or _is_ending:
         # In a loader worker: a signal to all processes is for the rank to answer, so comply later.
         _request = _request or number

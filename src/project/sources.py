@@ -14,6 +14,7 @@ from torchvision.datasets import CIFAR10, ImageFolder
 from torchvision.transforms import functional as TF
 
 from project.errors import UserError
+from project.heartbeat import while_growing
 
 
 class Listing(NamedTuple):
@@ -33,7 +34,8 @@ def cifar10(root: Path, split: str, image_size: int) -> Listing:
     if image_size != 32:
         raise UserError(f"data.image_size={image_size}: CIFAR-10 has images of 32 pixels.")
     try:
-        dataset = CIFAR10(root, train=split == "train", download=True)
+        with while_growing(root / CIFAR10.filename):
+            dataset = CIFAR10(root, train=split == "train", download=True)
     except (OSError, RuntimeError) as error:
         raise UserError(
             f"CIFAR-10 is not in {root} and cannot be downloaded ({error}).\n"

@@ -82,7 +82,7 @@ class GridSweeper(Sweeper):
             try:
                 stopped = self.run(jobs)
             except Preempted as error:  # between two jobs
-                stopped = 128 + error.number
+                stopped = error.status
             finally:
                 statuses = summarise(folder)
         over = ["complete", "pruned", "preempted", *(UNFINISHED if stopped else [])]
@@ -169,7 +169,7 @@ class GridSweeper(Sweeper):
             if status >= 128:
                 return status
             if signals.asked():  # at its last moment
-                return 128 + signals.asked()
+                return Preempted(signals.asked()).status
         return 0
 
     def run_one(self, job: Path, words: Sequence[str], share: Share | None = None) -> int:

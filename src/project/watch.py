@@ -1,0 +1,120 @@
+"""Finds ranks that make no progress, and ranks that ended without a word."""
+
+import contextlib
+import os
+import signal
+import time
+from pathlib import Path
+
+from project import heartbeat
+from project.errors import RankFailed
+from project.heartbeat import Beat
+from project.processes import Rank, ranks_of
+
+SECONDS_BETWEEN = 0.2  # two looks
+DEATH = 2.0  # seconds that a silent death may take to be noticed by others, who know more
+
+
+class Watch:
+    """Looks after the ranks of one attempt, from a process that is not stuck with them.
+
+    Args:
+        folder: of the run.
+        attempt: in the names of the files for stacks.
+        timeout: seconds without a sign of life, `launch.timeout`.
+        here: the ranks of this machine, whose process ids mean something.
+        own: the rank that watches the others, if it is one.
+    """
+
+    def __init__(
+        self, folder: Path, attempt: int, timeout: float, here: range, own: int | None = None
+    ) -> None:
+        self.folder, self.attempt, self.timeout = folder, attempt, timeout
+        self.here, self.own = here, own
+        self._beats: dict[int, Beat] = {}
+        self._since: dict[int, float] = {}
+        self._dead_since: dict[int, float] = {}
+        # Seconds of looking: while this process was stopped itself (Ctrl-Z), nobody was late.
+        self._clock, self._looked = 0.0, time.monotonic()
+
+    def look(self) -> None:
+        """Costs next to nothing if the last look was just now.
+
+        Raises:
+            RankFailed: the rank that is at fault, and in `traceback` where it is.
+        """
+        now = time.monotonic()
+        if now - self._looked < SECONDS_BETWEEN:
+            return
+        self._clock += min(now - self._looked, 1.0)
+        self._looked = now
+        ranks = ranks_of(self.folder, but=self.own)
+        if self.own is not None:
+            ranks.append(Rank(self.own, os.getpid(), True))
+        for rank in ranks:
+            beat = heartbeat.read(self.folder / "ranks" / f"{rank.number}.beat")
+            if self._beats.get(rank.number) != beat:
+                self._beats[rank.number], self._since[rank.number] = beat, self._clock
+        dead = {rank.number for rank in ranks if not rank.is_alive}
+        self._dead_since = {n: self._dead_since.get(n, self._clock) for n in dead}
+        for number, since in self._dead_since.items():
+            if self._clock - since > DEATH:
+                raise RankFailed(died(number))
+        late = [r for r in ranks if self._clock - self._since[r.number] >= self.timeout]
+        if late:
+            raise self._silent(ranks, late)
+
+    def _silent(self, ranks: list[Rank], late: list[Rank]) -> RankFailed:
+        """Of ranks that are late, one stopped, or was the first to be: the others wait for it."""
+        ranks = [rank for rank in ranks if rank.pid and rank.number in self.here]
+        stopped = [rank for rank in ranks if _is_stopped(rank.pid)]
+        rank = min(stopped or late, key=lambda rank: self._beats[rank.number].time)
+        beat = self._beats[rank.number]
+        is_stopped = " (stopped by a signal)" if stopped else ""
+        files = self._write_stacks(ranks)
+        own = self._stacks(rank.number)
+        where = f"; all stacks: {self.folder}/ranks/*-{self.attempt}.stacks" if files else ""
+        return RankFailed(
+            f"rank {rank.number} made no progress for {self.timeout:g} s (launch.timeout), in "
+            f"{beat.doing} after step {beat.step}{is_stopped}{where}",
+            _current_thread(own.read_text()) if own in files else "",
+        )
+
+    def _write_stacks(self, ranks: list[Rank]) -> list[Path]:
+        """Lets all ranks of this machine write their stacks; returns the files."""
+        paths = [self._stacks(rank.number) for rank in ranks]
+        sizes = [_size(path) for path in paths]
+        for rank in ranks:
+            for number in signal.SIGUSR2, signal.SIGCONT:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(rank.pid, number)
+        until = time.monotonic() + 2
+        while time.monotonic() < until:
+            time.sleep(0.1)
+            before, sizes = sizes, [_size(path) for path in paths]
+            if before == sizes and all(sizes):
+                break
+        return [path for path, size in zip(paths, sizes, strict=True) if size]
+
+    def _stacks(self, number: int) -> Path:
+        return self.folder / "ranks" / f"{number}-{self.attempt}.stacks"
+
+
+def died(number: int) -> str:
+    """The reason of a rank that has left none."""
+    return f"rank {number} died without a word (killed, or os._exit)"
+
+
+def _is_stopped(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].startswith("T")
+    return False
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
+
+
+def _current_thread(stacks: str) -> str:
+    """The thread that got the signal, the main one as a rule, of what faulthandler wrote."""
+    return "Current thread" + stacks.rpartition("Current thread")[2].partition("\n\n")[0] + "\n"
