@@ -35,6 +35,16 @@ def end_with_parent() -> None:
         threading.Thread(target=lambda: (wait([sentinel]), os._exit(1)), daemon=True).start()
 
 
+def end_workers() -> None:
+    """Ends loader workers at once; asked by SIGTERM, they would leave the answer to their rank."""
+    before = signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's raises for each that is killed
+    for child in multiprocessing.active_children():
+        if child.daemon:
+            child.kill()
+            child.join()
+    signal.signal(signal.SIGCHLD, before)
+
+
 @contextlib.contextmanager
 def pid_file(path: Path) -> Iterator[None]:
     """Shows who is alive: the file is there and locked from the start of a rank to its end."""

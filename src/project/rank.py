@@ -22,7 +22,7 @@ from project.failure import dead_ranks, record_failure, write_preempted
 from project.files import write_json
 from project.heartbeat import beating, stacks_on_request
 from project.logs import quiet, rank_logging
-from project.processes import end_with_parent, pid_file
+from project.processes import end_with_parent, end_workers, pid_file
 from project.secret import hide
 
 SLACK = 10.0  # seconds after which a collective gives up that nobody found stuck
@@ -82,6 +82,7 @@ def run_rank(folder: Path, train: Train, store: dist.Store | None = None) -> Non
                 raise stopped from error
             # First of all, before the other ranks can notice and fail in their turn.
             record_failure(report, train_log, error, _mistake_behind(error))
+            end_workers()
             if not torch.cuda.is_initialized():  # NCCL waits for collectives that will never end
                 _leave_group()
             # Only an exception makes the agent end the job: an early exit with status 0 would not.
@@ -95,6 +96,7 @@ def _stop(folder: Path, stopped: Preempted) -> None:
     if os.environ["RANK"] == "0":
         log.info("%s", stopped, extra={"on_bar": True})  # the parent says it at length
         write_preempted(folder, stopped)
+    end_workers()
     _leave_group()
 
 

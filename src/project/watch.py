@@ -77,24 +77,34 @@ class Watch:
         return RankFailed(
             f"rank {rank.number} made no progress for {self.timeout:g} s (launch.timeout), in "
             f"{beat.doing} after step {beat.step}{is_stopped}{where}",
-            _current_thread(own.read_text()) if own in files else "",
+            _main_thread(own.read_text()) if own in files else "",
         )
 
     def _write_stacks(self, ranks: list[Rank]) -> list[Path]:
-        """Lets all ranks of this machine write their stacks; returns the files."""
+        """Lets ranks of this machine write their stacks; returns the files.
+
+        Those that are stopped last, once no other is there any more with whom to go on.
+        """
+        stopped = [rank for rank in ranks if _is_stopped(rank.pid)]
+        running = [rank for rank in ranks if rank not in stopped]
+        _send(running, signal.SIGUSR2)
+        found = self._await_stacks(running)
+        if stopped and self.own is None:
+            _send(running, signal.SIGKILL)
+            _send(stopped, signal.SIGUSR2)
+            _send(stopped, signal.SIGCONT)
+            found += self._await_stacks(stopped)
+        return found
+
+    def _await_stacks(self, ranks: list[Rank]) -> list[Path]:
         paths = [self._stacks(rank.number) for rank in ranks]
-        sizes = [_size(path) for path in paths]
-        for rank in ranks:
-            for number in signal.SIGUSR2, signal.SIGCONT:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(rank.pid, number)
-        until = time.monotonic() + 2
+        sizes, until = [0], time.monotonic() + 2
         while time.monotonic() < until:
             time.sleep(0.1)
             before, sizes = sizes, [_size(path) for path in paths]
             if before == sizes and all(sizes):
                 break
-        return [path for path, size in zip(paths, sizes, strict=True) if size]
+        return [path for path in paths if _size(path)]
 
     def _stacks(self, number: int) -> Path:
         return self.folder / "ranks" / f"{number}-{self.attempt}.stacks"
@@ -111,10 +121,16 @@ def _is_stopped(pid: int) -> bool:
     return False
 
 
+def _send(ranks: list[Rank], number: int) -> None:
+    for rank in ranks:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(rank.pid, number)
+
+
 def _size(path: Path) -> int:
     return path.stat().st_size if path.exists() else 0
 
 
-def _current_thread(stacks: str) -> str:
-    """The thread that got the signal, the main one as a rule, of what faulthandler wrote."""
-    return "Current thread" + stacks.rpartition("Current thread")[2].partition("\n\n")[0] + "\n"
+def _main_thread(stacks: str) -> str:
+    """The oldest thread, which faulthandler writes last."""
+    return stacks.rstrip().rpartition("\n\n")[2] + "\n"
