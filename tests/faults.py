@@ -42,7 +42,7 @@ class Faults(Callback):
 
     def hold(self) -> None:
         """Stays where it is until a request has come, which somebody else sends."""
-        until = time.monotonic() + 5
+        until = time.monotonic() + 3
         while not signals.requested() and time.monotonic() < until:
             time.sleep(0.01)
 

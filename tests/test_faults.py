@@ -4,19 +4,25 @@ Each case is a real command with real processes. `pytest -m faults` runs some of
 `pytest -m faults_all -s` all, and prints the table of docs/reliability.md.
 """
 
+import fcntl
 import os
+import shutil
 import signal
 import subprocess
+import sys
+import termios
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
 import torch
 
-from conftest import TINY, outcome
+from conftest import REPOSITORY, TINY, TRAIN, environment, outcome
+from laws import differences
 
 from project.checkpoint import begun
 
@@ -73,14 +79,31 @@ def every() -> list[Any]:
 class Command:
     """A command whose processes can be told from all others, by a variable that they inherit.
 
-    Attributes:
+    Args:
         folder: of the run.
+        words: beside those of all.
+        program: what runs train.py.
+        variables: of its environment, on top; None for none.
+        options: of Popen.
     """
 
-    def __init__(self, start: Any, folder: Path, *words: str, **variables: str) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        words: Sequence[str] = (),
+        program: Sequence[str] = (sys.executable, TRAIN),
+        variables: Mapping[str, str | None] = MappingProxyType({}),
+        **options: Any,
+    ) -> None:
         self.folder, self.token = folder, uuid.uuid4().hex
-        arguments = [*words, *WORDS, f"hydra.run.dir={folder}"]
-        self.process: subprocess.Popen[str] = start(*arguments, TOKEN=self.token, **variables)
+        merged = {**environment(TOKEN=self.token), **variables}
+        pipes = dict.fromkeys(["stdout", "stderr"], subprocess.PIPE)
+        self.process: subprocess.Popen[str] = subprocess.Popen(
+            [*program, *WORDS, *words, f"hydra.run.dir={folder}"],
+            env={name: value for name, value in merged.items() if value is not None},
+            text=True,
+            **{**pipes, "cwd": folder.parent, **options},
+        )
 
     def processes(self) -> list[int]:
         """Those that have not ended."""
@@ -130,12 +153,10 @@ def table() -> Iterator[list[list[Any]]]:
 
 
 @pytest.mark.parametrize(("how", "rank", "phase"), every())
-def test_a_fault_ends_the_job_in_time_and_leaves_what_is_whole(
-    start, tmp_path, table, how, rank, phase
-):
+def test_a_fault_ends_the_job_in_time_and_leaves_what_is_whole(tmp_path, table, how, rank, phase):
     is_parent = isinstance(how, signal.Signals)
     fault = strike(rank, phase, "hold" if is_parent else how)
-    command = Command(start, tmp_path / "run", "python", "train.py", *fault)
+    command = Command(tmp_path / "run", fault)
     command.await_file("ranks/struck")
     if is_parent:
         command.process.send_signal(how)
@@ -168,3 +189,148 @@ def whole(folder: Path) -> str:
         assert path.name.startswith(".") or torch.load(path, weights_only=True)
     path = begun(folder)
     return f"step {torch.load(path, weights_only=True)['global_step']}" if path else "config"
+
+
+# Under an outside torchrun
+
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", TRAIN]
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("to", ["agent", "rank"])
+def test_torchruns_ranks_save_and_are_not_started_again(tmp_path, to):
+    """torchrun itself ends with 1 if it got the signal, and with 0 if only the ranks have."""
+    command = Command(tmp_path / "run", strike(1, "training", "hold"), TORCHRUN)
+    command.await_file("ranks/struck")
+    rank = int((command.folder / "ranks/1.pid").read_text())
+    os.kill(command.process.pid if to == "agent" else rank, signal.SIGTERM)
+    status, errors, seconds, left = command.end(60)
+    assert status == (1 if to == "agent" else 0), errors
+    assert (left, seconds < 10) == (0, True)
+    assert outcome(command.folder)["reason"].startswith("stopped by SIGTERM at step ")
+    assert whole(command.folder).startswith("step ")
+    assert [path.name for path in command.folder.glob("ranks/1-*.log")] == ["1-0.log"]
+
+
+@pytest.mark.faults
+def test_no_rank_outlives_torchrun(tmp_path):
+    command = Command(tmp_path / "run", strike(1, "training", "sleep"), TORCHRUN)
+    command.await_file("ranks/struck")
+    command.process.kill()
+    status, _, seconds, left = command.end(60)
+    assert (status, left, seconds < 10) == (-signal.SIGKILL, 0, True)
+
+
+@pytest.mark.faults
+def test_torchruns_rank_that_makes_no_progress_is_found_and_named(tmp_path):
+    command = Command(tmp_path / "run", strike(1, "training", "sleep"), TORCHRUN)
+    command.await_file("ranks/struck")
+    status, _, seconds, left = command.end(60)
+    assert (status, left, seconds < 10 + TIMEOUT) == (1, 0, True)
+    words = f"rank 1 made no progress for {TIMEOUT} s (launch.timeout), in training after step 4"
+    assert outcome(command.folder)["reason"].startswith(words)
+    assert "faults.py" in (command.folder / "ranks/1-0.stacks").read_text()
+
+
+# Terminals
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("nohup", [False, True])
+def test_a_closed_terminal_saves_and_ends_the_run_unless_nohup_says_no(tmp_path, nohup):
+    main, terminal = os.openpty()
+
+    def take_terminal() -> None:
+        os.setsid()
+        fcntl.ioctl(terminal, termios.TIOCSCTTY, 0)
+        if nohup:
+            signal.signal(signal.SIGHUP, signal.SIG_IGN)
+
+    streams: dict[str, Any] = dict.fromkeys(["stdin", "stdout", "stderr"], terminal)
+    hold = strike(0, "training", "hold")
+    command = Command(tmp_path / "run", hold, preexec_fn=take_terminal, **streams)
+    os.close(terminal)
+    command.await_file("ranks/struck")
+    os.close(main)
+    status, _, seconds, left = command.end(60)
+    assert (status, left) == (0 if nohup else 128 + signal.SIGHUP, 0)
+    assert outcome(command.folder)["status"] == ("complete" if nohup else "preempted")
+    assert nohup or seconds < 10
+
+
+# Restarts
+
+
+@pytest.mark.faults
+def test_after_a_hang_and_the_death_of_the_fork_server_the_same_bits(two_ranks, tmp_path):
+    words = ["launch.max_restarts=2", *strike(1, "training", "stop")]
+    command = Command(tmp_path / "run", words)
+    command.await_file("ranks/1-1.log")  # of the second attempt
+    pid = command.process.pid
+    for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+        if "forkserver" in Path(f"/proc/{child}/cmdline").read_text():
+            os.kill(int(child), signal.SIGKILL)
+    status, errors, _, left = command.end(60)
+    assert (status, left) == (0, 0), errors
+    assert "Restart 1 of 2." in errors
+    assert "Restart 2 of 2." in errors
+    assert differences(two_ranks, command.folder) == []
+
+
+# Neighbours
+
+
+@pytest.mark.faults
+def test_two_runs_at_once_with_the_same_port_and_the_same_data_to_pack(tmp_path):
+    words = [f"data.root={tmp_path}/data", "data.source.num_train=3000"]
+    port = {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+    commands = [Command(tmp_path / name, words, variables=port) for name in "ab"]
+    ends = [command.end(120) for command in commands]
+    assert [(status, left) for status, _, _, left in ends] == [(0, 0)] * 2, ends
+    assert differences(tmp_path / "a", tmp_path / "b") == []
+    assert len([*tmp_path.glob("data/.packed/*/images.npy")]) == 2  # train and test
+
+
+def namespaces(*options: str) -> list[str]:
+    """What runs a command in namespaces of its own, where this machine lets us."""
+    words = ["unshare", *options]
+    try:
+        subprocess.run([*words, "true"], check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"{' '.join(words)}: {error}")
+    return words
+
+
+@pytest.mark.faults
+def test_a_mebibyte_of_shared_memory_and_256_open_files_are_enough(two_ranks, tmp_path):
+    words = namespaces("--user", "--map-root-user", "--mount")
+    little = 'mount -t tmpfs -o size=1m tmpfs /dev/shm && ulimit -n 256 && exec "$@"'
+    program = [*words, "sh", "-c", little, "sh", sys.executable, TRAIN]
+    command = Command(tmp_path / "run", ["data.num_workers=2"], program)
+    status, errors, _, left = command.end(100)
+    assert (status, left) == (0, 0), errors
+    assert differences(two_ranks, command.folder) == []
+
+
+@pytest.mark.faults
+def test_nobody_trains_without_a_home_from_a_checkout_that_cannot_be_written(two_ranks, tmp_path):
+    """As in a container that runs as some number."""
+    unshare = namespaces("--user", "--map-user=12345", "--map-group=12345")
+    checkout = tmp_path / "checkout"
+    for name in "src", "conf":
+        shutil.copytree(REPOSITORY / name, checkout / name)
+    shutil.copy(TRAIN, checkout)
+    for path in checkout.rglob("*"):
+        path.chmod(path.stat().st_mode & ~0o222)
+    checkout.chmod(0o555)
+    nobody = {"HOME": None, "USER": None, "LOGNAME": None, "LC_ALL": "C", "LANG": None}
+    nobody["PYTHONPATH"] = f"{checkout}/src:{REPOSITORY}/tests"
+    program = [*unshare, sys.executable, f"{checkout}/train.py"]
+    options: dict[str, Any] = {"variables": nobody, "cwd": checkout}
+    status, errors, _, left = Command(checkout / "run", (), program, **options).end(100)
+    assert (status, left) == (1, 0)
+    assert errors == f"train.py: {checkout}/run: Permission denied.\n"
+    command = Command(tmp_path / "run", [f"data.root={tmp_path}/data"], program, **options)
+    status, errors, _, left = command.end(100)
+    assert (status, left) == (0, 0), errors
+    assert differences(two_ranks, command.folder) == []

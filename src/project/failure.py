@@ -55,6 +55,12 @@ def write_preempted(folder: Path, stopped: Preempted) -> None:
     write_json(folder / "results.json", results)
 
 
+def write_failed(folder: Path, reason: str) -> None:
+    """Leaves a completed result alone: what ends a rank after that takes nothing away."""
+    if read_results(folder).get("status") != "complete":
+        write_json(folder / "results.json", {"status": "failed", "reason": hidden(reason)})
+
+
 def first_failure(folder: Path) -> Exception | None:
     """What ended a job: the first report of a rank.
 

@@ -26,9 +26,9 @@ from project.failure import (
     next_attempt,
     preempted,
     tidy,
+    write_failed,
     write_preempted,
 )
-from project.files import write_json
 from project.folder import read_results
 from project.parallel import Share
 from project.processes import sweep_up
@@ -82,7 +82,7 @@ def run(folder: Path, train: Train, share: Share | None = None) -> dict[str, Any
         stopped = preempted(folder)
         if stopped and isinstance(error, RankFailed):  # ranks that were stopped end like this
             raise stopped from None
-        _write_failure(folder, str(error).splitlines()[0])
+        write_failed(folder, str(error).splitlines()[0])
         raise
     except Preempted as error:
         stopped = preempted(folder) or error
@@ -122,12 +122,6 @@ def _launch(folder: Path, train: Train, cfg: Any, share: Share | None) -> None:
                 file.write(f"{hidden(again)}\n")
             clear(folder)
     raise AssertionError("unreachable")
-
-
-def _write_failure(folder: Path, reason: str) -> None:
-    """Leaves a completed result alone: what ends a rank after that takes nothing away."""
-    if read_results(folder).get("status") != "complete":
-        write_json(folder / "results.json", {"status": "failed", "reason": hidden(reason)})
 
 
 def _run_alone(folder: Path, train: Train, num_ranks: int) -> None:

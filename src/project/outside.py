@@ -10,7 +10,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from project.errors import RankFailed
-from project.failure import write_report
+from project.failure import write_failed, write_report
 from project.watch import SECONDS_BETWEEN, Watch
 
 
@@ -57,6 +57,7 @@ def watched(folder: Path, timeout: float) -> Iterator[None]:
                 watch.look()
             except RankFailed as error:
                 write_report(folder / "ranks" / f"{rank}-{attempt}", str(error), error.traceback)
+                write_failed(folder, str(error))
                 os._exit(1)
             if os.getppid() != parent:
                 os._exit(1)

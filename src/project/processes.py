@@ -12,6 +12,8 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import NamedTuple
 
+from torch.multiprocessing import _prctl_pr_set_pdeathsig  # type: ignore[attr-defined]
+
 
 class Rank(NamedTuple):
     """A rank that has begun and not ended in order.
@@ -28,7 +30,12 @@ class Rank(NamedTuple):
 
 
 def end_with_parent() -> None:
-    """From now on this process ends when its parent does, even by SIGKILL."""
+    """From now on this process ends when its parent does, even by SIGKILL.
+
+    Of a rank that is the fork server, by the kernel's word, and the process that launches, by a
+    pipe. torch would make a request to stop of the former (SIGINT, multiprocessing/spawn.py).
+    """
+    _prctl_pr_set_pdeathsig(signal.SIGKILL)
     parent = multiprocessing.parent_process()
     if parent is not None:
         sentinel = parent.sentinel
