@@ -102,7 +102,7 @@ class Command:
             [*program, *WORDS, *words, f"hydra.run.dir={folder}"],
             env={name: value for name, value in merged.items() if value is not None},
             text=True,
-            **{**pipes, "cwd": folder.parent, **options},
+            **{**pipes, "cwd": folder.parent, "preexec_fn": hear_of_hang_ups, **options},
         )
 
     def processes(self) -> list[int]:
@@ -135,6 +135,11 @@ class Command:
         for pid in left:
             os.kill(pid, signal.SIGKILL)
         return self.process.returncode, errors, took, len(left)
+
+
+def hear_of_hang_ups() -> None:
+    """Also where these tests run under `nohup`."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def strike(rank: int, phase: str, how: str) -> list[str]:
@@ -243,8 +248,7 @@ def test_a_closed_terminal_saves_and_ends_the_run_unless_nohup_says_no(tmp_path,
     def take_terminal() -> None:
         os.setsid()
         fcntl.ioctl(terminal, termios.TIOCSCTTY, 0)
-        if nohup:
-            signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        signal.signal(signal.SIGHUP, signal.SIG_IGN if nohup else signal.SIG_DFL)
 
     streams: dict[str, Any] = dict.fromkeys(["stdin", "stdout", "stderr"], terminal)
     hold = strike(0, "training", "hold")

@@ -23,7 +23,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from project import signals
 from project.errors import Preempted, RankFailed
-from project.failure import first_failure, preempted
+from project.failure import first_report
 from project.processes import send, sweep_up
 from project.rank import Train, rank_process
 from project.watch import Watch
@@ -133,14 +133,12 @@ def _run_ranks(
         sweep_up(folder)
     if signals.asked():  # ranks that were stopped end like this
         raise Preempted(signals.asked())
-    if failure.exitcode < 0 and preempted(folder):  # by the agent, since this rank was killed
-        (folder / "results.json").unlink()
     has_reported = any(folder.glob(f"ranks/{rank}-*.json"))
     message: Any = failure.message  # text, or a report of torch's
     message = message.get("message") if isinstance(message, dict) else message
     name = failure.signal_name() if failure.exitcode < 0 else message
     died = RankFailed(f"rank {rank} ended with status {failure.exitcode} ({name})")
-    raise (has_reported and first_failure(folder)) or died
+    raise (has_reported and first_report(folder)) or died
 
 
 class _Looks(metrics.MetricHandler):

@@ -6,6 +6,7 @@ import signal
 import time
 import traceback
 from pathlib import Path
+from typing import Any
 
 from project import heartbeat
 from project.errors import Preempted, RankFailed, UserError
@@ -37,16 +38,21 @@ def record_failure(
     if dead := dead_ranks(report.parents[1]):
         write_report(report, died(dead[0]))
     else:
-        write_report(report, mistake or f"rank {rank} failed: {summary}", trace, bool(mistake))
+        reason = f"rank {rank} failed: {summary}"
+        write_report(report, mistake or reason, trace, is_mistake=bool(mistake))
     with (train_log or report.with_suffix(".log")).open("a") as file:
         file.write(hidden(f"{summary}\n" if isinstance(error, UserError) else trace))
 
 
-def write_report(report: Path, reason: str, trace: str = "", is_mistake: bool = False) -> None:
-    """Leaves what ended a rank, or what it has seen to end another."""
-    content = {"time": time.time(), "reason": reason, "traceback": "" if is_mistake else trace}
-    content = {key: hidden(v) if isinstance(v, str) else v for key, v in content.items()}
-    write_json(report.with_suffix(".json"), {**content, "is_mistake": is_mistake})
+def write_report(report: Path, reason: str, trace: str = "", **more: Any) -> None:
+    """Leaves what ended a rank, or what it has seen to end another.
+
+    Args:
+        report: path, without its suffix.
+        more: is_mistake, or the signal that asked it to stop.
+    """
+    content = {"time": time.time(), "reason": hidden(reason), "traceback": hidden(trace)}
+    write_json(report.with_suffix(".json"), content | more)
 
 
 def write_preempted(folder: Path, stopped: Preempted) -> None:
@@ -61,17 +67,20 @@ def write_failed(folder: Path, reason: str) -> None:
         write_json(folder / "results.json", {"status": "failed", "reason": hidden(reason)})
 
 
-def first_failure(folder: Path) -> Exception | None:
-    """What ended a job: the first report of a rank.
+def first_report(folder: Path) -> Exception | Preempted | None:
+    """What ended the latest attempt, as the first rank says that ended: the others followed it.
 
     Returns:
         the error to raise, None if no rank has reported.
     """
     reports = [json.loads(path.read_text()) for path in folder.glob("ranks/*.json")]
-    if not reports:
+    report = min(reports, key=lambda report: report["time"], default=None)
+    if report is None:
         return None
-    report = min(reports, key=lambda report: report["time"])
-    if report["is_mistake"]:
+    if "signal" in report:
+        name = signal.Signals(report["signal"]).name
+        return Preempted(report["signal"], report["reason"].removeprefix(f"stopped by {name}"))
+    if report.get("is_mistake"):
         return UserError(report["reason"])
     return RankFailed(report["reason"], report["traceback"])
 
@@ -82,16 +91,7 @@ def dead_ranks(folder: Path) -> list[int]:
     return [rank.number for rank in ranks if not rank.is_alive]
 
 
-def preempted(folder: Path) -> Preempted | None:
-    """The request that stopped all ranks of the latest attempt, None if something else did."""
-    results = read_results(folder)
-    if results.get("status") != "preempted" or any(folder.glob("ranks/*.json")):
-        return None
-    name = signal.Signals(results["signal"]).name
-    return Preempted(results["signal"], results["reason"].removeprefix(f"stopped by {name}"))
-
-
-def check_progress(folder: Path, failure: Exception | None) -> None:
+def check_progress(folder: Path, failure: BaseException | None) -> None:
     """Comes before another attempt.
 
     Raises:

@@ -22,9 +22,8 @@ from project.errors import Preempted, RankFailed, UserError
 from project.failure import (
     check_progress,
     clear,
-    first_failure,
+    first_report,
     next_attempt,
-    preempted,
     tidy,
     write_failed,
     write_preempted,
@@ -63,7 +62,7 @@ def run(folder: Path, train: Train, share: Share | None = None) -> dict[str, Any
     cfg: Any = OmegaConf.load(path)
     try:
         if outside.restarted():
-            check_progress(folder, first_failure(folder))
+            check_progress(folder, first_report(folder))
         else:
             tidy(folder)
         if not dist.is_torchelastic_launched():
@@ -79,13 +78,11 @@ def run(folder: Path, train: Train, share: Share | None = None) -> dict[str, Any
         if results.get("status") != "complete":
             raise RankFailed("the ranks ended in order, but without results")
     except (UserError, RankFailed) as error:
-        stopped = preempted(folder)
-        if stopped and isinstance(error, RankFailed):  # ranks that were stopped end like this
-            raise stopped from None
         write_failed(folder, str(error).splitlines()[0])
         raise
     except Preempted as error:
-        stopped = preempted(folder) or error
+        report = first_report(folder)
+        stopped = report if isinstance(report, Preempted) else error
         if read_results(folder).get("status") != "complete":
             write_preempted(folder, stopped)
         raise stopped from None
@@ -113,7 +110,7 @@ def _launch(folder: Path, train: Train, cfg: Any, share: Share | None) -> None:
                 timeout = cfg.launch.timeout
                 return run_ranks(folder, train, num_ranks, timeout, attempt, environment)
         except RankFailed as error:
-            if preempted(folder) or attempt - first >= cfg.launch.max_restarts:
+            if attempt - first >= cfg.launch.max_restarts:
                 raise
             check_progress(folder, error)
             again = f"{error}. Restart {attempt - first + 1} of {cfg.launch.max_restarts}."
@@ -151,4 +148,4 @@ def run_in_place(folder: Path, train: Train, store: dist.Store) -> None:
     try:
         record(run_rank)(folder, train, store)
     except (Exception, Preempted) as error:
-        raise first_failure(folder) or error from None
+        raise first_report(folder) or error from None

@@ -30,8 +30,7 @@ class Progress(Callback):
     read from the device at those steps only, and the bar shows the latest. Images a second leave
     validation out, the time left does not.
 
-    Each batch leaves signs of life (see `project.heartbeat`), one of them between forward and
-    backward: of ranks that wait for each other, the one at fault is behind.
+    Each batch leaves a sign of life (see `project.heartbeat`).
     """
 
     _bar: tqdm | None = None
@@ -58,16 +57,6 @@ class Progress(Callback):
     def on_train_epoch_start(self, trainer: lightning.Trainer, pl_module: Any) -> None:
         """Begins to count images a second."""
         self._epoch_started, self._epoch_step = time.monotonic(), trainer.global_step
-
-    def on_train_batch_start(
-        self, trainer: lightning.Trainer, pl_module: Any, batch: Any, batch_idx: int
-    ) -> None:
-        """The loader has not failed this rank."""
-        beat()
-
-    def on_before_backward(self, trainer: lightning.Trainer, pl_module: Any, loss: Any) -> None:
-        """Nor has the network."""
-        beat()
 
     def on_train_batch_end(
         self, trainer: lightning.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int

@@ -18,7 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 from project import signals
 from project.devices import on_gpu, threads_a_rank
 from project.errors import Preempted, RankFailed, UserError
-from project.failure import dead_ranks, record_failure, write_preempted
+from project.failure import dead_ranks, record_failure, write_report
 from project.files import write_json
 from project.heartbeat import beating, stacks_on_request
 from project.logs import quiet, rank_logging
@@ -69,17 +69,18 @@ def run_rank(folder: Path, train: Train, store: dist.Store | None = None) -> Non
             if rank == 0:
                 results = {"status": "complete", **results, "seconds": seconds}
                 write_json(folder / "results.json", results)
-        except Preempted as stopped:
+        except (Exception, SystemExit, Preempted) as error:
             signals.end()
-            _stop(folder, stopped)
-            raise
-        except (Exception, SystemExit) as error:
-            signals.end()
-            number = signals.requested()
-            if number and not dead_ranks(folder):  # the others too, and one left before
-                stopped = Preempted(number)
-                _stop(folder, stopped)
-                raise stopped from error
+            number = error.number if isinstance(error, Preempted) else signals.requested()
+            if number and not dead_ranks(folder):  # else the agent asks, since another died
+                # An error, if another was asked too and left before.
+                stopped = error if isinstance(error, Preempted) else Preempted(number)
+                if rank == 0:
+                    log.info("%s", stopped, extra={"on_bar": True})  # the parent says it at length
+                write_report(report, str(stopped), signal=int(number))
+                end_workers()
+                _leave_group()
+                raise stopped from None
             # First of all, before the other ranks can notice and fail in their turn.
             record_failure(report, train_log, error, _mistake_behind(error))
             end_workers()
@@ -90,14 +91,6 @@ def run_rank(folder: Path, train: Train, store: dist.Store | None = None) -> Non
                 raise RuntimeError(f"sys.exit({error.code}) inside a rank") from error
             raise
         _leave_group()
-
-
-def _stop(folder: Path, stopped: Preempted) -> None:
-    if os.environ["RANK"] == "0":
-        log.info("%s", stopped, extra={"on_bar": True})  # the parent says it at length
-        write_preempted(folder, stopped)
-    end_workers()
-    _leave_group()
 
 
 def _mistake_behind(error: BaseException) -> str | None:

@@ -13,6 +13,9 @@ from project.processes import Rank, ranks_of
 
 SECONDS_BETWEEN = 0.2  # two looks
 DEATH = 2.0  # seconds that a silent death may take to be noticed by others, who know more
+MARGIN = 1.0  # seconds between the first to be late and those that wait for it
+# Files of torch whose functions wait for other ranks.
+WAITING = "torch/distributed/", "torch/autograd/graph.py", "torch/nn/parallel/distributed.py"
 
 
 class Watch:
@@ -60,25 +63,34 @@ class Watch:
         for number, since in self._dead_since.items():
             if self._clock - since > DEATH:
                 raise RankFailed(died(number))
-        late = [r for r in ranks if self._clock - self._since[r.number] >= self.timeout]
-        if late:
-            raise self._silent(ranks, late)
+        silent = {r: self._clock - self._since[r.number] for r in ranks}
+        if max(silent.values(), default=0) >= self.timeout:
+            raise self._at_fault([r for r in ranks if silent[r] >= self.timeout - MARGIN])
 
-    def _silent(self, ranks: list[Rank], late: list[Rank]) -> RankFailed:
-        """Of ranks that are late, one stopped, or was the first to be: the others wait for it."""
-        ranks = [rank for rank in ranks if rank.pid and rank.number in self.here]
-        stopped = [rank for rank in ranks if _is_stopped(rank.pid)]
-        rank = min(stopped or late, key=lambda rank: self._beats[rank.number].time)
-        beat = self._beats[rank.number]
-        is_stopped = " (stopped by a signal)" if stopped else ""
-        files = self._write_stacks(ranks)
-        own = self._stacks(rank.number)
+    def _at_fault(self, late: list[Rank]) -> RankFailed:
+        """Names one of the ranks that are late: most of them wait for it.
+
+        It is one that is stopped, or that does not wait for others, or was the first to be late.
+        """
+        local = [rank for rank in late if rank.pid and rank.number in self.here]
+        stopped = [rank for rank in local if _is_stopped(rank.pid)]
+        files = self._write_stacks(local)
+        busy = [rank for rank in late if not self._waits(rank)]
+        rank = min(stopped or busy or late, key=lambda rank: self._beats[rank.number].time)
+        beat, own = self._beats[rank.number], self._stacks(rank.number)
+        is_stopped = " (stopped by a signal)" if rank in stopped else ""
         where = f"; all stacks: {self.folder}/ranks/*-{self.attempt}.stacks" if files else ""
         return RankFailed(
             f"rank {rank.number} made no progress for {self.timeout:g} s (launch.timeout), in "
             f"{beat.doing} after step {beat.step}{is_stopped}{where}",
-            _main_thread(own.read_text()) if own in files else "",
+            _main_thread(own) if own in files else "",
         )
+
+    def _waits(self, rank: Rank) -> bool:
+        """Whether a rank is in a collective, or in a backward that ends in one."""
+        path = self._stacks(rank.number)
+        innermost = _main_thread(path).split("\n")[1:2] if path.exists() else []
+        return any(name in line for line in innermost for name in WAITING)
 
     def _write_stacks(self, ranks: list[Rank]) -> list[Path]:
         """Lets ranks of this machine write their stacks; returns the files.
@@ -131,6 +143,6 @@ def _size(path: Path) -> int:
     return path.stat().st_size if path.exists() else 0
 
 
-def _main_thread(stacks: str) -> str:
-    """The oldest thread, which faulthandler writes last."""
-    return stacks.rstrip().rpartition("\n\n")[2] + "\n"
+def _main_thread(path: Path) -> str:
+    """The stack of the oldest thread, which faulthandler writes last."""
+    return path.read_text().rstrip().rpartition("\n\n")[2] + "\n"
