@@ -8,7 +8,6 @@ import argparse
 import itertools
 import os
 import random
-import re
 import signal
 import subprocess
 import sys
@@ -26,10 +25,11 @@ from project import heartbeat
 TRAIN = Path(__file__).parents[1] / "train.py"
 RANKS = 2
 # The quickstart, longer, with validation and saving also inside epochs of 45 steps.
-WORDS = ["experiment=quickstart", "logger=none", "trainer.max_epochs=24", "launch.timeout=60"]
+WORDS = ["experiment=quickstart", "logger=none", "trainer.max_epochs=40", "launch.timeout=60"]
 WORDS += ["+trainer.val_check_interval=15", "checkpoint.every_n_steps=10"]
 OTHERS = itertools.cycle(["saving", "validation", "set-up"])
-LONGEST = {"training": 2.0, "set-up": 0.5, "validation": 0.02, "saving": 0.003}  # seconds to wait
+# Seconds of an attempt after which, at most, the next moment in a phase is waited for.
+LONGEST = {"training": 4.0, "validation": 3.0, "saving": 3.0, "set-up": 0.2}
 
 
 class Training:
@@ -54,12 +54,12 @@ class Training:
             if "Restart " in line:
                 self.restarts.append(time.monotonic())
 
-    def beat(self, rank: int) -> heartbeat.Beat | None:
-        """A rank's latest sign of life."""
+    def doing(self, rank: int) -> str:
+        """The phase of a rank, by its latest sign of life."""
         try:
-            return heartbeat.read(self.folder / f"ranks/{rank}.beat")
+            return heartbeat.read(self.folder / f"ranks/{rank}.beat").doing
         except FileNotFoundError:
-            return None
+            return ""
 
     def pid(self, rank: int) -> int:
         """Process id of a rank, 0 if it is not there."""
@@ -68,10 +68,12 @@ class Training:
         except FileNotFoundError:
             return 0
 
-    def saved_at(self) -> int:
-        """When the last checkpoint was written."""
+    def saved(self) -> tuple[int, int]:
+        """When the last checkpoint was written, nanoseconds, and its step; zeros for none."""
         path = self.folder / "checkpoints/last.ckpt"
-        return path.stat().st_mtime_ns if path.exists() else 0
+        if not path.exists():
+            return 0, 0
+        return path.stat().st_mtime_ns, torch.load(path, weights_only=True)["global_step"]
 
     def wait(self) -> int:
         """Its exit status."""
@@ -81,39 +83,40 @@ class Training:
 
 
 def kill(training: Training, rank: int, phase: str, gone: set[int]) -> str:
-    """Kills a rank at a random moment of a phase, once that phase comes; says what it really was.
+    """Kills a rank at a random moment in a phase of the next attempt; says in which it was.
 
     Args:
         gone: process ids of earlier attempts; grows.
     """
+    wanted = random.uniform(0, LONGEST[phase])
+    began, pids = 0.0, [0]
     while True:
-        pids, beat = [training.pid(number) for number in range(RANKS)], training.beat(rank)
         if training.process.poll() is not None:
             sys.exit("The training has ended too early: more epochs, or fewer kills.")
-        if beat and not gone & {*pids} and all(pids) and beat.doing == phase:
+        if not began:
+            pids = [training.pid(number) for number in range(RANKS)]
+            began = time.monotonic() if all(pids) and not gone & {*pids} else 0.0
+        elif time.monotonic() - began >= wanted and training.doing(rank) == phase:
             break
         time.sleep(0.0005)
-    time.sleep(random.uniform(0, LONGEST[phase]))
     os.kill(pids[rank], signal.SIGKILL)
-    path = training.folder / f"ranks/{rank}.beat"
-    doing = heartbeat.read(path).doing
+    doing = training.doing(rank)
     gone |= {*pids}
     return doing
 
 
 def chaos(folder: Path, kills: int) -> dict[str, Any]:
-    """A training that is killed so many times.
+    """A training that is killed so many times, at least every other time inside a training step.
 
     Returns:
-        phases: in which the kills came, and how often; seconds: from each to the parent's word.
+        phases: in which the kills came, and how often; seconds: from each to the parent's word;
+        steps: from which the next attempt goes on; stuck: attempts that saved, but no later step.
     """
-    plan = ["training"] * -(-kills // 2)
-    plan += [next(OTHERS) for _ in range(kills - len(plan))]
-    random.shuffle(plan)
     training = Training(folder, f"launch.max_restarts={kills}")
-    phases, seconds, outlived, gone = Counter[str](), [], [], set[int]()
-    for number, phase in enumerate(plan):
-        saved, rank = training.saved_at(), random.randrange(RANKS)
+    phases, seconds, steps, stuck, gone = Counter[str](), [], [0], [], set[int]()
+    for number in range(kills):
+        phase = next(OTHERS) if 2 * phases["training"] > number + 1 else "training"
+        rank, before = random.randrange(RANKS), training.saved()
         phases[kill(training, rank, phase, gone)] += 1
         killed = time.monotonic()
         while len(training.restarts) <= number:
@@ -121,21 +124,13 @@ def chaos(folder: Path, kills: int) -> dict[str, Any]:
                 sys.exit("The training did not survive.")
             time.sleep(0.001)
         seconds.append(training.restarts[number] - killed)
-        outlived.append(training.saved_at() > saved)
+        time_of_save, step = training.saved()
+        stuck += [number] if time_of_save > before[0] and step <= steps[-1] else []
+        steps.append(step)
     status = training.wait()
     if status:
         sys.exit(f"The training has ended with {status}.")
-    return {"phases": phases, "seconds": seconds, "outlived": outlived}
-
-
-def starts(folder: Path, attempts: int) -> list[int]:
-    """The step from which each attempt went on; 0 where it began anew or did not come so far."""
-    steps, parts = [], re.split(r"Restart \d+ of \d+\.", (folder / "train.log").read_text())
-    for part in parts:
-        found = re.search(r"going on from step (\d+)", part)
-        steps.append(int(found[1]) if found else 0)
-    assert len(steps) == attempts, (len(steps), attempts)
-    return steps
+    return {"phases": phases, "seconds": seconds, "steps": steps, "stuck": stuck}
 
 
 def bits_that_differ(a: Any, b: Any) -> int:
@@ -153,7 +148,7 @@ def bits_that_differ(a: Any, b: Any) -> int:
 
 def main() -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0, help="of ranks, moments and their order")
     arguments = parser.parse_args()
@@ -164,7 +159,6 @@ def main() -> None:
         if Training(whole).wait():
             sys.exit("The undisturbed training has failed.")
         found = chaos(broken, arguments.kills)
-        steps = starts(broken, arguments.kills + 1)
         lost = {}
         for file in "last.ckpt", "best.ckpt", "model.pt":
             states = [
@@ -172,13 +166,7 @@ def main() -> None:
             ]
             lost[file] = bits_that_differ(*states)
         tables = [(folder / "metrics.csv").read_text() for folder in (whole, broken)]
-    moved = [after > before for before, after in itertools.pairwise(steps)]
-    stuck = [
-        n
-        for n, (outlived, on) in enumerate(zip(found["outlived"], moved, strict=True))
-        if outlived and not on
-    ]
-    print(f"went on from steps {steps[1:]}")
+    print(f"went on from steps {found['steps'][1:]}")
     for phase, count in found["phases"].most_common():
         print(f"killed in {phase:<10} {count:3} {'#' * count}")
     print(
@@ -186,8 +174,10 @@ def main() -> None:
         f"{max(found['seconds']):.1f} s, bits that differ {sum(lost.values())}, "
         f"{time.monotonic() - began:.0f} s in all"
     )
-    if sum(lost.values()) or tables[0] != tables[1] or stuck:
-        sys.exit(f"differences: {lost}, metrics.csv {tables[0] != tables[1]}, stuck {stuck}")
+    if sum(lost.values()) or tables[0] != tables[1] or found["stuck"]:
+        sys.exit(
+            f"differences: {lost}, metrics.csv {tables[0] != tables[1]}, stuck {found['stuck']}"
+        )
     if 2 * found["phases"]["training"] < arguments.kills:
         sys.exit("Fewer than half of the kills came inside training steps.")
 

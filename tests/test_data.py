@@ -1,9 +1,11 @@
 """Packing, splitting and dealing images."""
 
+import filecmp
 import importlib
 import linecache
 import os
 import pickle
+import shutil
 import struct
 import sys
 import zlib
@@ -18,7 +20,7 @@ from PIL import Image
 from torch.utils.data import DataLoader, DistributedSampler
 from torchvision.datasets import CIFAR10, ImageFolder
 
-from project import sources
+from project import pack_files, sources
 from project.data import EvalBatches, TrainBatches, stratified_split
 from project.errors import UserError
 from project.pack import pack
@@ -178,6 +180,68 @@ def test_what_a_killed_packer_left_is_cleared_away(tmp_path):
     (part / "classes.json").unlink()
     assert len(pack(shapes, tmp_path, "train", 32)) == 60
     assert not part.exists()
+
+
+def flip(path: Path) -> None:
+    """Changes a bit in the midst of a file."""
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+DAMAGES = {
+    "a bit of an image": lambda folder: flip(folder / "images.npy"),
+    "a bit of a label": lambda folder: flip(folder / "labels.npy"),
+    "an image too few": lambda folder: os.truncate(folder / "images.npy", 9000),
+    "no classes": lambda folder: (folder / "classes.json").unlink(),
+    "no checksums": lambda folder: (folder / "checksums.json").unlink(),
+    "bad checksums": lambda folder: (folder / "checksums.json").write_text('{"images.npy": 1}'),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_pack_is_made_anew(tmp_path, caplog, damage):
+    before = pack(shapes, tmp_path, "train", 32)
+    images, labels = before.images.copy(), before.labels.clone()
+    (folder,) = (path for path in (tmp_path / ".packed").iterdir() if path.is_dir())
+    copy = shutil.copytree(folder, tmp_path / "copy")
+    DAMAGES[damage](folder)
+    after = pack(shapes, tmp_path, "train", 32)
+    assert "packed anew" in caplog.text
+    assert np.array_equal(after.images, images)
+    assert torch.equal(after.labels, labels)
+    for path in folder.iterdir():
+        assert path.name == "checksums.json" or filecmp.cmp(path, copy / path.name, shallow=False)
+
+
+def test_a_damaged_pack_whose_source_is_gone_is_refused_by_name(tmp_path):
+    is_gone = []
+
+    def source(root, split, image_size):
+        if is_gone:
+            raise UserError("the source is not there.")
+        return shapes(root, split, image_size)
+
+    pack(source, tmp_path, "train", 32)
+    is_gone.append(True)
+    assert len(pack(source, tmp_path, "train", 32)) == 60  # it is not asked for
+    (path,) = tmp_path.glob(".packed/*/images.npy")
+    flip(path)
+    for _ in range(2):
+        with pytest.raises(UserError, match=f"{path} is another, and cannot be made anew: the sou"):
+            pack(source, tmp_path, "train", 32)
+
+
+def test_a_large_pack_is_read_through_only_if_it_was_touched(tmp_path, monkeypatch):
+    monkeypatch.setattr(pack_files, "LARGE", 0)
+    pack(shapes, tmp_path, "train", 32)
+    (path,) = tmp_path.glob(".packed/*/images.npy")
+    monkeypatch.setattr(pack_files, "_checksum", lambda path: pytest.fail("read"))
+    assert pack_files.damage(path.parent) is None
+    monkeypatch.undo()
+    monkeypatch.setattr(pack_files, "LARGE", 0)
+    flip(path)
+    assert pack_files.damage(path.parent) == f"the checksum of {path} is another"
 
 
 def test_a_failed_pack_leaves_nothing_and_the_next_try_succeeds(tmp_path):

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 PHASES = ("set-up", "training", "validation", "saving", "test")
+SECONDS_BETWEEN = 1.0  # two looks at a file that grows
 _LAYOUT = struct.Struct("<qqq")
 
 
@@ -39,18 +40,18 @@ class Beat(NamedTuple):
 
 
 _file: mmap.mmap | None = None  # of this rank; none in other processes
-_now = Beat(0, 0, 0)
+_step = _phase = 0
 _shown_at: Path | None = None  # a file whose time tells other jobs, too
 _shown = 0
 
 
 @contextlib.contextmanager
 def beating(path: Path) -> Iterator[None]:
-    """Lets `beat` write to a file, which stays there; None of it happens in other processes."""
-    global _file, _now
+    """Lets `beat` write to a file, which stays there."""
+    global _file, _step, _phase
     path.write_bytes(bytes(_LAYOUT.size))
     with path.open("r+b") as file:
-        _file, _now = mmap.mmap(file.fileno(), _LAYOUT.size), Beat(0, 0, 0)
+        _file, _step, _phase = mmap.mmap(file.fileno(), _LAYOUT.size), 0, 0
     try:
         beat()
         yield
@@ -64,20 +65,23 @@ def beat(step: int | None = None, phase: str | None = None) -> None:
     Args:
         step, phase: where the rank is now; None for where it was.
     """
-    global _now
-    if _file is not None:
-        step = _now.step if step is None else step
-        number = _now.phase if phase is None else PHASES.index(phase)
-        _now = Beat(step, number, time.time_ns())
-        _LAYOUT.pack_into(_file, 0, *_now)
-        if _shown_at:
-            _show()
+    global _step, _phase
+    if _file is None:
+        return
+    if step is not None:
+        _step = step
+    if phase is not None:
+        _phase = PHASES.index(phase)
+    now = time.time_ns()
+    _LAYOUT.pack_into(_file, 0, _step, _phase, now)
+    if _shown_at is not None:
+        _show(now)
 
 
 @contextlib.contextmanager
 def phase(name: str) -> Iterator[None]:
     """For a while the rank does something else."""
-    before = _now.doing
+    before = PHASES[_phase]
     beat(phase=name)
     yield
     beat(phase=before)
@@ -100,10 +104,10 @@ def shown_at(path: Path) -> Iterator[None]:
         _shown_at = None
 
 
-def _show() -> None:
+def _show(now: int) -> None:
     global _shown
-    if _shown_at and _now.time - _shown > 1e9:
-        _shown = _now.time
+    if _shown_at is not None and now - _shown > 1e9:
+        _shown = now
         with contextlib.suppress(FileNotFoundError):
             os.utime(_shown_at)
 
@@ -115,7 +119,7 @@ def while_growing(path: Path) -> Iterator[None]:
 
     def look() -> None:
         size = 0
-        while not ended.wait(1):
+        while not ended.wait(SECONDS_BETWEEN):
             if path.exists() and size != (size := path.stat().st_size):
                 beat()
 

@@ -25,7 +25,7 @@ class Watch:
         folder: of the run.
         attempt: in the names of the files for stacks.
         timeout: seconds without a sign of life, `launch.timeout`.
-        here: the ranks of this machine, whose process ids mean something.
+        here: the ranks of this machine; those of others have watches of their own.
         own: the rank that watches the others, if it is one.
     """
 
@@ -51,7 +51,7 @@ class Watch:
             return
         self._clock += min(now - self._looked, 1.0)
         self._looked = now
-        ranks = ranks_of(self.folder, but=self.own)
+        ranks = [r for r in ranks_of(self.folder, but=self.own) if r.number in self.here]
         if self.own is not None:
             ranks.append(Rank(self.own, os.getpid(), True))
         for rank in ranks:
@@ -72,9 +72,8 @@ class Watch:
 
         It is one that is stopped, or that does not wait for others, or was the first to be late.
         """
-        local = [rank for rank in late if rank.pid and rank.number in self.here]
-        stopped = [rank for rank in local if _is_stopped(rank.pid)]
-        files = self._write_stacks(local)
+        stopped = [rank for rank in late if _is_stopped(rank.pid)]
+        files = self._write_stacks([rank for rank in late if rank.pid])
         busy = [rank for rank in late if not self._waits(rank)]
         rank = min(stopped or busy or late, key=lambda rank: self._beats[rank.number].time)
         beat, own = self._beats[rank.number], self._stacks(rank.number)
