@@ -89,6 +89,7 @@ def kill(training: Training, rank: int, phase: str, gone: set[int]) -> str:
         gone: process ids of earlier attempts; grows.
     """
     wanted = random.uniform(0, LONGEST[phase])
+    also = "training" if phase == "set-up" else phase  # set-up does not come again
     began, pids = 0.0, [0]
     while True:
         if training.process.poll() is not None:
@@ -96,7 +97,7 @@ def kill(training: Training, rank: int, phase: str, gone: set[int]) -> str:
         if not began:
             pids = [training.pid(number) for number in range(RANKS)]
             began = time.monotonic() if all(pids) and not gone & {*pids} else 0.0
-        elif time.monotonic() - began >= wanted and training.doing(rank) == phase:
+        elif time.monotonic() - began >= wanted and training.doing(rank) in (phase, also):
             break
         time.sleep(0.0005)
     os.kill(pids[rank], signal.SIGKILL)

@@ -1,7 +1,7 @@
 """Kill anything at any moment: nothing is lost, nothing hangs, nothing is left behind.
 
 Each case is a real command with real processes. `pytest -m faults` runs some of each kind,
-`pytest -m faults_all -s` all, and prints the table of docs/reliability.md.
+`pytest -m faults_all -s` all, and prints a table.
 """
 
 import fcntl
@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.run import get_args_parser
 
 from conftest import REPOSITORY, TINY, TRAIN, environment, outcome
 from laws import differences
@@ -202,17 +203,25 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2",
 
 
 @pytest.mark.faults
-@pytest.mark.parametrize("to", ["agent", "rank"])
-def test_torchruns_ranks_save_and_are_not_started_again(tmp_path, to):
+@pytest.mark.parametrize(
+    ("number", "to"),
+    [(signal.SIGTERM, "agent"), (signal.SIGTERM, "rank"), (signal.SIGUSR1, "agent")],
+)
+def test_torchruns_ranks_save_and_are_not_started_again(tmp_path, number, to):
     """torchrun itself ends with 1 if it got the signal, and with 0 if only the ranks have."""
-    command = Command(tmp_path / "run", strike(1, "training", "hold"), TORCHRUN)
+    torchrun = TORCHRUN
+    if number == signal.SIGUSR1:
+        if "--signals-to-handle" not in get_args_parser().format_help():
+            pytest.skip("this torchrun passes no other signals on")
+        torchrun = [*TORCHRUN[:-1], "--signals-to-handle=SIGTERM,SIGINT,SIGUSR1", TRAIN]
+    command = Command(tmp_path / "run", strike(1, "training", "hold"), torchrun)
     command.await_file("ranks/struck")
     rank = int((command.folder / "ranks/1.pid").read_text())
-    os.kill(command.process.pid if to == "agent" else rank, signal.SIGTERM)
+    os.kill(command.process.pid if to == "agent" else rank, number)
     status, errors, seconds, left = command.end(60)
     assert status == (1 if to == "agent" else 0), errors
     assert (left, seconds < 10) == (0, True)
-    assert outcome(command.folder)["reason"].startswith("stopped by SIGTERM at step ")
+    assert outcome(command.folder)["reason"].startswith(f"stopped by {number.name} at step ")
     assert whole(command.folder).startswith("step ")
     assert [path.name for path in command.folder.glob("ranks/1-*.log")] == ["1-0.log"]
 

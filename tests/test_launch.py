@@ -1,6 +1,7 @@
 """Ranks start right and end together, whoever launches them."""
 
 import csv
+import faulthandler
 import logging
 import multiprocessing
 import os
@@ -8,8 +9,10 @@ import signal
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -397,8 +400,21 @@ def test_an_early_exit_is_a_failure(tmp_path):
     assert outcome(tmp_path)["status"] == "failed"
 
 
-def test_in_place_leaves_environment_and_logging_as_they_were(tmp_path):
-    before = os.environ.copy(), logging.getLogger().level, list(logging.getLogger().handlers)
-    in_place(tmp_path, lambda cfg, folder: {"rank": os.environ["RANK"]})
-    after = os.environ.copy(), logging.getLogger().level, list(logging.getLogger().handlers)
-    assert before == after
+@pytest.mark.parametrize("fails", [False, True])
+def test_in_place_leaves_environment_handlers_and_logging_as_they_were(tmp_path, fails):
+    def state() -> list[Any]:
+        root, numbers = logging.getLogger(), signal.valid_signals() - {signal.SIGKILL}
+        handlers = {number: signal.getsignal(number) for number in numbers}
+        return [os.environ.copy(), handlers, root.level, [*root.handlers], dist.is_initialized()]
+
+    def train(cfg: Any, folder: Path) -> dict[str, Any]:
+        assert state()[1:] != before[1:]
+        if fails:
+            raise ArithmeticError
+        return {"rank": os.environ["RANK"]}
+
+    before = state()
+    with pytest.raises(RankFailed) if fails else nullcontext():
+        in_place(tmp_path, train)
+    assert state() == before
+    assert not faulthandler.unregister(signal.SIGUSR2)

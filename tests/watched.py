@@ -23,7 +23,8 @@ def held() -> dict[str, Any]:
     # A thread may be listed a moment longer than it lives (CPython, PR 110848).
     while len(tasks()) > threading.active_count() and time.monotonic() < until:
         time.sleep(0.01)
-    numbers = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGALRM
+    numbers = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGALRM]
+    numbers += [signal.SIGUSR1, signal.SIGUSR2, signal.SIGCHLD]
     [memory] = re.findall(r"VmRSS:\s+(\d+)", Path("/proc/self/status").read_text())
     return {
         "memory": int(memory),

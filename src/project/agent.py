@@ -26,7 +26,7 @@ from project.errors import Preempted, RankFailed
 from project.failure import first_report
 from project.processes import send, sweep_up
 from project.rank import Train, rank_process
-from project.watch import Watch
+from project.watchdog import Watchdog
 
 PATIENCE = 30.0  # seconds that ranks have to end once they are asked to
 
@@ -105,7 +105,7 @@ def _run_ranks(
     environment: Mapping[str, str] | None,
 ) -> None:
     _folders.append(folder)
-    watch = Watch(folder, attempt, timeout, range(num_ranks))
+    watch = Watchdog(folder, attempt, timeout, range(num_ranks))
     try:
         with tempfile.TemporaryDirectory() as logs, _Looks.often(watch):
             config = LaunchConfig(
@@ -152,7 +152,7 @@ class _Looks(metrics.MetricHandler):
 
     @classmethod
     @contextlib.contextmanager
-    def often(cls, watch: Watch) -> Iterator[None]:
+    def often(cls, watch: Watchdog) -> Iterator[None]:
         """For the agent that runs in this thread."""
         metrics.configure(cls(), "torchelastic")
         cls._mine.watch = watch

@@ -14,7 +14,7 @@ from project.files import write_json
 from project.folder import read_results
 from project.processes import ranks_of
 from project.secret import hidden
-from project.watch import died
+from project.watchdog import died
 
 
 def furthest_step(folder: Path) -> int:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from project.errors import RankFailed
 from project.failure import write_failed, write_report
-from project.watch import SECONDS_BETWEEN, Watch
+from project.watchdog import SECONDS_BETWEEN, Watchdog
 
 
 @functools.cache
@@ -43,12 +43,12 @@ def watched(folder: Path, timeout: float) -> Iterator[None]:
     By a thread, which works also while the rank waits in C++.
 
     Args:
-        timeout: see Watch.
+        timeout: see Watchdog.
     """
     rank, attempt = int(os.environ["RANK"]), os.environ["TORCHELASTIC_RESTART_COUNT"]
     first = rank - int(os.environ["LOCAL_RANK"])
     here = range(first, first + int(os.environ["LOCAL_WORLD_SIZE"]))
-    watch, parent = Watch(folder, int(attempt), timeout, here, own=rank), os.getppid()
+    watch, parent = Watchdog(folder, int(attempt), timeout, here, own=rank), os.getppid()
     ended = threading.Event()
 
     def attend() -> None:

@@ -10,24 +10,26 @@ from typing import Any
 
 import pytest
 
-from project import heartbeat, pack, watch
+from project import heartbeat, pack, watchdog
 from project.errors import Preempted, RankFailed
 from project.failure import first_report, write_report
 from project.heartbeat import Beat
 from project.processes import Rank
-from project.watch import Watch
+from project.watchdog import Watchdog
 
 
 @pytest.fixture
 def looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """A watch over ranks of the test's own making: looks(seconds since the last, beats)."""
     now = [0.0]
-    monkeypatch.setattr(watch.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(watch.time, "sleep", lambda seconds: now.__setitem__(0, now[0] + seconds))
+    monkeypatch.setattr(watchdog.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(
+        watchdog.time, "sleep", lambda seconds: now.__setitem__(0, now[0] + seconds)
+    )
     ranks = [Rank(0, 1, True), Rank(1, 1, True)]
-    monkeypatch.setattr(watch, "ranks_of", lambda folder, but: ranks)
-    monkeypatch.setattr(watch, "_send", lambda ranks, number: None)
-    own = Watch(tmp_path, attempt=0, timeout=10, here=range(2))
+    monkeypatch.setattr(watchdog, "ranks_of", lambda folder, but: ranks)
+    monkeypatch.setattr(watchdog, "_send", lambda ranks, number: None)
+    own = Watchdog(tmp_path, attempt=0, timeout=10, here=range(2))
 
     def look(seconds: float, *times: int) -> None:
         now[0] += seconds

@@ -18,7 +18,7 @@ MARGIN = 1.0  # seconds between the first to be late and those that wait for it
 WAITING = "torch/distributed/", "torch/autograd/graph.py", "torch/nn/parallel/distributed.py"
 
 
-class Watch:
+class Watchdog:
     """Looks after the ranks of one attempt, from a process that is not stuck with them.
 
     Args:
