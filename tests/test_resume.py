@@ -567,7 +567,7 @@ def test_a_loader_worker_leaves_the_answer_to_its_rank(monkeypatch):
 
     def worker(queue) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # as torch does, in effect
-        worker_init(0)(0)
+        worker_init(1, 0)(0)
         ask(signal.SIGINT)
         ask(signal.SIGTERM)
         queue.put("alive")

@@ -1,7 +1,7 @@
 """The data of a run as a LightningDataModule."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,7 +15,7 @@ from project.data import EvalBatches, TrainBatches, stratified_split
 from project.errors import UserError
 from project.pack import PackedImages, Source, pack
 from project.steps import num_steps, steps_per_epoch
-from project.workers import PREFETCH, worker_init
+from project.workers import worker_init
 
 Batch = tuple[Tensor, Tensor, Tensor]
 
@@ -181,6 +181,7 @@ class ImageDataModule(lightning.LightningDataModule):
         return self._loader(images, EvalBatches(rows, self.eval_batch_size, rank, world_size))
 
     def _loader(self, images: PackedImages, sampler: Sampler[Tensor]) -> DataLoader:
+        nbytes = max(self.batch_size, self.eval_batch_size) * 3 * self.image_size**2
         return DataLoader(
             images,
             batch_size=None,  # the sampler's items are whole batches
@@ -188,17 +189,10 @@ class ImageDataModule(lightning.LightningDataModule):
             num_workers=self.num_workers,
             pin_memory=self.pin_memory and torch.cuda.is_available(),
             persistent_workers=self.num_workers > 0,
-            # Ranks come from a fork server and would start workers from another: seconds of
-            # imports, a copy of the images in each, and nobody to end them with their rank.
+            # A rank comes from a fork server, and would start another: seconds, and memory.
             multiprocessing_context="fork" if self.num_workers > 0 else None,
-            worker_init_fn=self._worker_init,  # torch's own look at its parent takes 5 s
+            worker_init_fn=worker_init(2 * self._trainer.num_devices * self.num_workers, nbytes),
         )
-
-    @functools.cached_property
-    def _worker_init(self) -> Callable[[int], None]:
-        images = max(self.batch_size // self._trainer.world_size, self.eval_batch_size)
-        loaders = 2 * self.num_workers * self._trainer.num_devices  # of training and validation
-        return worker_init(loaders * PREFETCH * images * 3 * self.image_size**2)
 
     @property
     def _trainer(self) -> lightning.Trainer:

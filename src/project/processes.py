@@ -114,5 +114,6 @@ def sweep_up(folder: Path, seconds: float = 5.0) -> None:
     while any(rank.is_alive for rank in ranks_of(folder)) and time.monotonic() < until:
         send(signal.SIGKILL, folder)
         time.sleep(0.01)
-    for path in folder.glob("ranks/*.pid"):
+    empty = (path for path in folder.glob("ranks/*.stacks") if not path.stat().st_size)
+    for path in [*folder.glob("ranks/*.pid"), *empty]:
         path.unlink(missing_ok=True)

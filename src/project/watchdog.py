@@ -78,7 +78,7 @@ class Watchdog:
         rank = min(stopped or busy or late, key=lambda rank: self._beats[rank.number].time)
         beat, own = self._beats[rank.number], self._stacks(rank.number)
         is_stopped = " (stopped by a signal)" if rank in stopped else ""
-        where = f"; all stacks: {self.folder}/ranks/*-{self.attempt}.stacks" if files else ""
+        where = f"; all stacks: ranks/*-{self.attempt}.stacks" if files else ""
         return RankFailed(
             f"rank {rank.number} made no progress for {self.timeout:g} s (launch.timeout), in "
             f"{beat.doing} after step {beat.step}{is_stopped}{where}",

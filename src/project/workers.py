@@ -3,6 +3,7 @@
 import shutil
 from collections.abc import Callable
 from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,20 +12,24 @@ from torch import Tensor
 from project import signals
 from project.processes import end_with_parent
 
-SHARED_MEMORY = "/dev/shm"
+SHARED_MEMORY = Path("/dev/shm")
 PREFETCH = 3  # batches of a worker that are on their way at once: torch's 2, and one in use
 
 
-def worker_init(nbytes: int) -> Callable[[int], None]:
+def worker_init(num_workers: int, nbytes: int) -> Callable[[int], None]:
     """A `worker_init_fn` of DataLoader: a worker ends with its rank, which answers for it.
+
+    At once: torch's own look at its parent takes 5 s.
 
     torch hands over batches in shared memory, of which a container may have 64 MiB or less (a bus
     error, or "unable to allocate shared memory"). Where there is too little, they go by a pipe.
 
     Args:
-        nbytes: of the batches that all loaders of this machine may have on their way.
+        num_workers: of all loaders of the run on this machine.
+        nbytes: of a batch, at most.
     """
-    is_short = shutil.disk_usage(SHARED_MEMORY).free < nbytes
+    needed = num_workers * PREFETCH * nbytes
+    is_short = SHARED_MEMORY.exists() and shutil.disk_usage(SHARED_MEMORY).free < needed
 
     def init(number: int) -> None:
         end_with_parent()
