@@ -146,14 +146,22 @@ class Warns(Callback):
 
 
 class Asks(Callback):
-    """Gets SIGTERM after one step, on the last rank alone."""
+    """Gets SIGTERM after one step, on the last rank alone.
 
-    def __init__(self, step: int, number: int = signal.SIGTERM) -> None:
-        self.step, self.number = step, number
+    inside: in the validation that follows, after its first batch, which all ranks have.
+    """
+
+    def __init__(self, step: int, number: int = signal.SIGTERM, inside: bool = False) -> None:
+        self.step, self.number, self.inside = step, number, inside
         agreement.SECONDS_BETWEEN = 0.0  # the ranks speak after each step
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
         is_last = trainer.global_rank == trainer.world_size - 1
         is_boundary = (batch_idx + 1) % trainer.accumulate_grad_batches == 0
-        if is_last and is_boundary and trainer.global_step == self.step:
+        if is_last and is_boundary and trainer.global_step == self.step and not self.inside:
+            os.kill(os.getpid(), self.number)
+
+    def on_validation_batch_end(self, trainer, *args, **kwargs) -> None:
+        is_last = trainer.global_rank == trainer.world_size - 1
+        if is_last and trainer.global_step == self.step and self.inside:
             os.kill(os.getpid(), self.number)

@@ -80,8 +80,9 @@ def training(folder: Path, *overrides: str) -> None:
         write_json(folder / "results.json", results)
 
 
-def asked_to_stop(step: int) -> list[str]:
-    return ["+callbacks.asks._target_=faults.Asks", f"+callbacks.asks.step={step}"]
+def asked_to_stop(step: int, inside: bool = False) -> list[str]:
+    target = f"+callbacks.asks={{_target_: faults.Asks, step: {step}, inside: {inside}}}"
+    return [target]
 
 
 def interrupted(cfg: Any, folder: Path) -> dict[str, Any]:
@@ -95,7 +96,7 @@ def interrupted(cfg: Any, folder: Path) -> dict[str, Any]:
         words = [*(case.base or cfg.words), *case.words, f"trainer.devices={cfg.trainer.devices}"]
         training(folder / name / "whole", *words)
         for step in case.steps:
-            training(folder / name / str(step), *words, *asked_to_stop(step))
+            training(folder / name / str(step), *words, *asked_to_stop(step, case.inside))
             assert not (folder / name / str(step) / "results.json").exists(), (name, step)
             training(folder / name / str(step), *words)
             if not dist.is_initialized() or dist.get_rank() == 0:

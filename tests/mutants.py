@@ -109,10 +109,10 @@ MUTANTS = {
         WEIGHTS.format("the default recipe, interrupted").replace("2 ranks", "4 ranks"),
     ),
     "weights of rank 0 not copied": Mutant(
-        "callbacks.py",
-        "        trainer.fit_loop._iteration_based_training = lambda: False\n",
-        """        trainer.fit_loop._iteration_based_training = lambda: False
-        trainer.strategy._ddp_kwargs["init_sync"] = False
+        "upstream.py",
+        "    trainer.fit_loop._iteration_based_training = lambda: False\n",
+        """    trainer.fit_loop._iteration_based_training = lambda: False
+    trainer.strategy._ddp_kwargs["init_sync"] = False
 """,
         WEIGHTS.format("ranks that begin apart"),
     ),

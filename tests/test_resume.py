@@ -41,6 +41,26 @@ CASES: dict[str, Any] = {
         "steps": [5, 9, 14],
     },
     "validation inside": {"words": ["+trainer.val_check_interval=4"], "steps": [3, 4, 5, 9, 13]},
+    "inside a validation": {
+        "words": ["data.eval_batch_size=8", "callbacks=early_stopping"],
+        "inside": True,
+        "steps": [9, 18, 27],
+    },
+    "inside a validation inside an epoch": {
+        "words": ["data.eval_batch_size=8", "+trainer.val_check_interval=4"],
+        "inside": True,
+        "steps": [4, 8, 22],
+    },
+    "inside the last validation by max_steps": {
+        "words": ["data.eval_batch_size=8", "trainer.max_steps=18"],
+        "inside": True,
+        "steps": [18],
+    },
+    "inside a validation after accumulation": {
+        "words": ["data.eval_batch_size=8", "trainer.accumulate_grad_batches=2", "optimizer=adam"],
+        "inside": True,
+        "steps": [9],
+    },
     "validation each step": {"words": ["+trainer.val_check_interval=1"], "steps": [4]},
     "validation every other epoch": {
         "words": ["+trainer.check_val_every_n_epoch=2"],
@@ -70,13 +90,15 @@ CASES: dict[str, Any] = {
 
 FEW = {
     "plain": [5, 9],
+    "inside a validation": [18],
     "cut by max_steps": [13],
 }
 
 
 def stopped_and_taken_up(folder: Path, num_ranks: int, few: dict[str, list[int]] | None) -> Any:
     """What differs from the undisturbed run, by case and step."""
-    cases = {name: {"base": None, "words": [], **case} for name, case in CASES.items()}
+    default = {"base": None, "words": [], "inside": False}
+    cases = {name: {**default, **case} for name, case in CASES.items()}
     if few:
         cases = {name: {**cases[name], "steps": steps} for name, steps in few.items()}
     words = [*SHORT, "trainer.max_epochs=3"]

@@ -28,7 +28,7 @@ def looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     )
     ranks = [Rank(0, 1, True), Rank(1, 1, True)]
     monkeypatch.setattr(watchdog, "ranks_of", lambda folder, but: ranks)
-    monkeypatch.setattr(watchdog, "_send", lambda ranks, number: None)
+    monkeypatch.setattr(watchdog, "_send", lambda pids, number: None)
     own = Watchdog(tmp_path, attempt=0, timeout=10, here=range(2))
 
     def look(seconds: float, *times: int) -> None:

@@ -1,6 +1,7 @@
 """The one agreement between ranks: at a step that all of them know, go on, save, or stop."""
 
 import time
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -58,3 +59,25 @@ class Agreement:
     def saved(self) -> None:
         """Starts the minutes anew."""
         self.is_save_due, self._saved = False, time.monotonic()
+
+
+class ValidationAgreement(Agreement):
+    """The same inside a validation, after batches that no rank lacks.
+
+    Not where `trainer.max_steps` is reached: from there Lightning goes on with nothing.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        super().__init__(0, None, None)
+        self._batch, common = 0, torch.tensor(trainer.num_val_batches[0])
+        if dist.is_initialized():
+            dist.all_reduce(common, dist.ReduceOp.MIN)
+        is_last = trainer.global_step == trainer.max_steps
+        self._num_batches = 0 if is_last or trainer.sanity_checking else int(common)
+
+    def is_due(self) -> bool:
+        """Comes after each batch; whether all ranks are to stop."""
+        self._batch += 1
+        if self._batch <= self._num_batches:
+            self.look(self._batch)
+        return self.request > 0

@@ -7,8 +7,8 @@ from typing import Any
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.trainer.states import TrainerFn
 
-from project import continuation, heartbeat, keep, signals
-from project.agreement import Agreement
+from project import continuation, heartbeat, keep, signals, upstream
+from project.agreement import Agreement, ValidationAgreement
 from project.checkpoint import LAST
 from project.errors import Preempted
 from project.files import link_atomically, write_csv
@@ -46,7 +46,7 @@ class RunRecord(Checkpoint):
         self.every_n_steps, self.every_minutes = every_n_steps, every_minutes
         self.best = keep.Best(self.last_path.parent, top_k)
         self.history: list[dict[str, Any]] = []
-        self._is_cut = self._is_stopped = False
+        self._is_cut = self._is_stopped = self._is_validating = False
         self._new: keep.Entry | None = None  # of the best, and not saved yet
 
     @property
@@ -55,25 +55,20 @@ class RunRecord(Checkpoint):
         return self.best.path if self.best.entries else self.last_path
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Puts the one agreement in the place of Lightning's (2.6.6).
-
-        It broadcasts before each step (_broadcast_sigterm_tensor), which makes the host wait for
-        the device, and inside its handler of SIGTERM (_sigterm_notifier_fn), which never returns
-        where another rank waits in another collective. With max_steps it also takes an epoch that
-        has ended for one to go on with (_iteration_based_training), and ends it again.
-        """
-        trainer._signal_connector.register_signal_handlers = lambda: None
-        trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None
-        trainer.fit_loop._iteration_based_training = lambda: False
+        """Leaves it to this callback when to save, and when to stop."""
+        upstream.take_out(trainer)
 
     def state_dict(self) -> dict[str, Any]:
         """What travels in a checkpoint: the history, and where the training stands."""
         state = {"history": self.history, "best": self.best.entries, "num_steps": self._num_steps}
-        return state | {"is_cut": self._is_cut, "is_stopped": self._is_stopped}
+        flags = "is_cut", "is_stopped", "is_validating"
+        return state | {name: getattr(self, f"_{name}") for name in flags}
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Adds the config, so that a checkpoint alone can be evaluated."""
         checkpoint["config"] = self.config
+        if self._is_validating:
+            upstream.begin_validation_anew(checkpoint)
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Makes the position of the run that wrote a checkpoint that of this one.
@@ -132,6 +127,13 @@ class RunRecord(Checkpoint):
         """Does not let a broken network be validated."""
         if trainer.state.fn == TrainerFn.FITTING:
             pl_module.losses.check(trainer)
+            self._inside = ValidationAgreement(trainer)
+
+    def on_validation_batch_end(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
+        """Stops if that is due; later the validation begins anew, if max_steps leaves one."""
+        if trainer.state.fn == TrainerFn.FITTING and self._inside.is_due():
+            self._is_validating, self._agreement.request = True, self._inside.request
+            self._settle(trainer)
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
         """Notes an improvement, and saves it at once if validation ran inside an epoch."""

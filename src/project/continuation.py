@@ -11,14 +11,15 @@ from project.steps import local_batch_size
 
 
 def goes_on(checkpoint: dict[str, Any], state: dict[str, Any], num_steps: int) -> bool:
-    """Whether steps are left to train.
+    """Whether steps are left to train, or a validation to end.
 
     Args:
         state: of the run's record, in the checkpoint.
         num_steps: of the whole training, as the config now has it.
     """
     was_stopped = state["is_stopped"] and num_steps == state["num_steps"]  # early, by a callback
-    return checkpoint["global_step"] < num_steps and not was_stopped
+    is_inside = checkpoint["global_step"] < num_steps or state["is_validating"]
+    return is_inside and not was_stopped
 
 
 def check_limits(checkpoint: dict[str, Any], num_steps: int, is_new: bool) -> None:

@@ -26,6 +26,7 @@ from project.processes import end_with_parent, end_workers, pid_file
 from project.secret import hide
 
 SLACK = 10.0  # seconds after which a collective gives up that nobody found stuck
+LONG = 1e8  # seconds; launch.timeout may be infinite
 
 Train = Callable[[DictConfig, Path], dict[str, Any]]
 
@@ -131,7 +132,7 @@ def _join_group(cfg: DictConfig, store: dist.Store | None) -> None:
         torch.cuda.set_device(local_rank if isinstance(devices, int | str) else devices[local_rank])
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if has_gpu else "gloo",
-        timeout=timedelta(seconds=cfg.launch.timeout + SLACK),
+        timeout=timedelta(seconds=min(cfg.launch.timeout + SLACK, LONG)),
         store=store,
         rank=-1 if store is None else int(os.environ["RANK"]),
         world_size=-1 if store is None else int(os.environ["WORLD_SIZE"]),

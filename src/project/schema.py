@@ -34,7 +34,7 @@ TOP_LEVEL: dict[str, Any] = {
     "launch.inplace": bool,
 }
 LEAST = {"checkpoint.every_n_steps": 1, "checkpoint.every_minutes": 0, "checkpoint.top_k": 1}
-LEAST |= {"launch.max_restarts": 0}
+LEAST |= {"launch.max_restarts": 0, "launch.timeout": 1}
 # Arguments of the Trainer that train.py gives itself.
 OWN = {"callbacks": "callbacks=...", "logger": "logger=...", "plugins": "code in train.py"}
 OWN |= {"use_distributed_sampler": "nothing", "default_root_dir": "hydra.run.dir=..."}

@@ -92,24 +92,27 @@ class Watchdog:
         return any(name in line for line in innermost for name in WAITING)
 
     def _write_stacks(self, ranks: list[Rank]) -> list[Path]:
-        """Lets ranks of this machine write their stacks; returns the files.
+        """Lets ranks of this machine write their stacks, after their loader workers; the files.
 
         Those that are stopped last, once no other is there any more with whom to go on.
         """
         stopped = [rank for rank in ranks if _is_stopped(rank.pid)]
         running = [rank for rank in ranks if rank not in stopped]
-        _send(running, signal.SIGUSR2)
+        for rank in running:
+            _send(_children(rank.pid), signal.SIGUSR2)
+        self._await_stacks(running, seconds=0.5)
+        _send([rank.pid for rank in running], signal.SIGUSR2)
         found = self._await_stacks(running)
         if stopped and self.own is None:
-            _send(running, signal.SIGKILL)
-            _send(stopped, signal.SIGUSR2)
-            _send(stopped, signal.SIGCONT)
+            _send([rank.pid for rank in running], signal.SIGKILL)
+            for number in signal.SIGUSR2, signal.SIGCONT:
+                _send([rank.pid for rank in stopped], number)
             found += self._await_stacks(stopped)
         return found
 
-    def _await_stacks(self, ranks: list[Rank]) -> list[Path]:
+    def _await_stacks(self, ranks: list[Rank], seconds: float = 2.0) -> list[Path]:
         paths = [self._stacks(rank.number) for rank in ranks]
-        sizes, until = [0], time.monotonic() + 2
+        sizes, until = [0], time.monotonic() + seconds
         while time.monotonic() < until:
             time.sleep(0.1)
             before, sizes = sizes, [_size(path) for path in paths]
@@ -132,10 +135,17 @@ def _is_stopped(pid: int) -> bool:
     return False
 
 
-def _send(ranks: list[Rank], number: int) -> None:
-    for rank in ranks:
+def _send(pids: list[int], number: int) -> None:
+    for pid in pids:
         with contextlib.suppress(ProcessLookupError):
-            os.kill(rank.pid, number)
+            os.kill(pid, number)
+
+
+def _children(pid: int) -> list[int]:
+    with contextlib.suppress(OSError):
+        paths = Path(f"/proc/{pid}/task").glob("*/children")
+        return [int(child) for path in paths for child in path.read_text().split()]
+    return []
 
 
 def _size(path: Path) -> int:
