@@ -4,6 +4,7 @@ Each is a Train of rank.py; what it returns is in the `results.json` of its fold
 """
 
 import csv
+import gc
 import json
 import os
 import signal
@@ -25,6 +26,7 @@ from project.agent import start_fork_server
 from project.errors import Preempted
 from project.files import write_json
 from project.launch import run
+from project.processes import end_workers
 from project.rank import Train
 
 CONF = str(Path(__file__).parents[1] / "conf")
@@ -75,6 +77,10 @@ def training(folder: Path, *overrides: str) -> None:
         try:
             results = train(composed(*overrides), folder)
         except Preempted:
+            # Here life goes on: a loader that the garbage collector finds waits 5 s for each worker
+            # (its queues are finalised first), be it in a process that was forked meanwhile.
+            end_workers()
+            gc.collect()
             return
     if not dist.is_initialized() or dist.get_rank() == 0:
         write_json(folder / "results.json", results)

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from hydra.errors import InstantiationException
 from omegaconf import DictConfig, OmegaConf
+from torch.utils.data import _utils as loaders
 
 from project import signals
 from project.devices import on_gpu, threads_a_rank
@@ -162,6 +163,7 @@ def rank_process(
     try:
         run_rank(Path(folder), train)
     except (Exception, Preempted) as error:
+        loaders.python_exit_status = True  # none waits for its workers, which are gone
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # it is on record; the parent shows the first
         # A rank that returned would wait for the agent, which may have been told to end.
         raise error if isinstance(error, Exception) else RankFailed(str(error)) from None
