@@ -47,7 +47,7 @@ ELSEWHERE = {
     "pytest -m faults_all -s": "the table of docs/reliability.md",  # template only
     "python benchmarks/chaos.py": "the figures of README.md",  # template only
     "python benchmarks/agreement.py": "those of docs/reliability.md",  # template only
-    "torchrun --signals-to-handle=SIGTERM,SIGINT,SIGUSR1 ...": (
+    "torchrun --signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGUSR1 ...": (
         "test_torchruns_ranks_save_and_are_not_started_again"
     ),
     'pytest tests/test_parity.py -m "slow or not slow"': "CI",

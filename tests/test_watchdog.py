@@ -76,7 +76,21 @@ def test_of_two_that_are_late_the_one_that_does_not_wait_for_the_other_is_at_fau
         looks(1, 5, 9)  # the last sign of rank 1 is the later one
     with pytest.raises(RankFailed, match="rank 1 made no progress") as caught:
         looks(1, 5, 9)
-    assert caught.value.traceback.splitlines()[1] == '  File "my.py", line 3 in forward'
+    assert caught.value.traceback.splitlines()[:2] == [
+        "rank 1, innermost call first:",
+        '  File "my.py", line 3 in forward',
+    ]
+
+
+def test_the_first_to_be_late_is_not_at_fault_if_it_waits_for_another(looks):
+    """That one has slept a while, and gone on a while, before it stands still."""
+    for rank, innermost in enumerate(['File "torch/distributed/x.py"', 'File "my.py"']):
+        text = f"Current thread 2 (most recent call first):\n  {innermost}, line 1 in f\n"
+        (looks.folder / f"ranks/{rank}-0.stacks").write_text(text)
+    for second in range(10):
+        looks(1, 0, min(second, 4))
+    with pytest.raises(RankFailed, match="rank 1 made no progress"):
+        looks(1, 0, 4)
 
 
 def test_a_rank_that_is_gone_without_a_word_ends_the_others_if_nothing_else_does(looks):

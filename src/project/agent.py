@@ -28,6 +28,7 @@ from project.processes import send, sweep_up
 from project.rank import Train, rank_process
 from project.watchdog import Watchdog
 
+SERVER_GONE = 255  # a rank's status, where nobody can tell it any more (popen_forkserver.py)
 PATIENCE = 30.0  # seconds that ranks have to end once they are asked to
 
 T = TypeVar("T")
@@ -137,8 +138,10 @@ def _run_ranks(
     message: Any = failure.message  # text, or a report of torch's
     message = message.get("message") if isinstance(message, dict) else message
     name = failure.signal_name() if failure.exitcode < 0 else message
-    died = RankFailed(f"rank {rank} ended with status {failure.exitcode} ({name})")
-    raise (has_reported and first_report(folder)) or died
+    reason = f"rank {rank} ended with status {failure.exitcode} ({name})"
+    if failure.exitcode == SERVER_GONE and not has_reported:
+        reason = "the process that ranks are forked from is gone, and they with it"
+    raise (has_reported and first_report(folder)) or RankFailed(reason)
 
 
 class _Looks(metrics.MetricHandler):

@@ -50,7 +50,7 @@ def start(main: Callable[..., Any], train: Train) -> None:
         say(f"train.py: {stopped}.", sys.stderr)
         sys.exit(_status(stopped))
     finally:
-        signals.ignored_once_asked()
+        signals.ignored()
         end_fork_server()
 
 
@@ -129,7 +129,8 @@ def _report(
         return 1
     except RankFailed as error:
         undo()
-        where = _way_on(folder) if (folder / LAST).exists() else f"Run folder: {shown(folder)}"
+        where = "" if (folder / LAST).exists() else "Nothing was saved yet. "
+        where += _way_on(folder)
         say(hidden(f"{error.traceback}train.py: {error}. {where}"), sys.stderr)
         return 1
     except Preempted as stopped:

@@ -33,7 +33,7 @@ def record_failure(
         mistake: of the user, if that is behind it: then the console shows no traceback.
     """
     rank, trace = int(report.name.split("-")[0]), traceback.format_exc()
-    first_line = str(error).partition("\n")[0].rstrip(".")
+    first_line = str(error).partition("\n")[0].rstrip(" .")
     summary = mistake or f"{type(error).__name__}: {first_line}"
     if dead := dead_ranks(report.parents[1]):
         write_report(report, died(dead[0]))
@@ -61,14 +61,21 @@ def write_preempted(folder: Path, stopped: Preempted) -> None:
     write_json(folder / "results.json", results)
 
 
+def note(folder: Path, text: str) -> None:
+    """Adds a line to `train.log` of what no rank can say."""
+    with (folder / "train.log").open("a") as file:
+        file.write(hidden(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n"))
+
+
 def write_failed(folder: Path, reason: str) -> None:
     """Leaves a completed result alone: what ends a rank after that takes nothing away."""
+    note(folder, reason)
     if read_results(folder).get("status") != "complete":
         write_json(folder / "results.json", {"status": "failed", "reason": hidden(reason)})
 
 
 def first_report(folder: Path) -> Exception | Preempted | None:
-    """What ended the latest attempt, as the first rank says that ended: the others followed it.
+    """What ended the latest attempt, by its earliest report: the other ranks followed that one.
 
     Returns:
         the error to raise, None if no rank has reported.
@@ -86,7 +93,7 @@ def first_report(folder: Path) -> Exception | Preempted | None:
 
 
 def dead_ranks(folder: Path) -> list[int]:
-    """Ranks that died without a word, for one of the others."""
+    """Ranks that died without a word, as one of the others (RANK) finds them."""
     ranks = ranks_of(folder, but=int(os.environ["RANK"]))
     return [rank.number for rank in ranks if not rank.is_alive]
 
@@ -96,8 +103,8 @@ def check_progress(folder: Path, failure: BaseException | None) -> None:
 
     Raises:
         UserError: it would end in the same mistake.
-        RankFailed: two attempts have failed at the same step, and said of what. What kills a rank
-            from outside may strike as often as it likes.
+        RankFailed: two attempts have failed at the same step, with a traceback. Ranks may be killed
+            as often as one likes.
     """
     path, step = folder / "ranks" / "failed_at", str(furthest_step(folder))
     if isinstance(failure, UserError):

@@ -80,7 +80,7 @@ def beat(step: int | None = None, phase: str | None = None) -> None:
 
 @contextlib.contextmanager
 def phase(name: str) -> Iterator[None]:
-    """For a while the rank does something else."""
+    """For a while the rank does something else; if that fails, it is where it was to the end."""
     before = PHASES[_phase]
     beat(phase=name)
     yield
@@ -88,8 +88,8 @@ def phase(name: str) -> Iterator[None]:
 
 
 def read(path: Path) -> Beat:
-    """The latest sign of life in a file."""
-    content = path.read_bytes()
+    """The latest sign of life in a file; zeros if there is none yet."""
+    content = path.read_bytes() if path.exists() else b""
     return Beat(*_LAYOUT.unpack(content)) if len(content) == _LAYOUT.size else Beat(0, 0, 0)
 
 
@@ -120,8 +120,10 @@ def while_growing(path: Path) -> Iterator[None]:
     def look() -> None:
         size = 0
         while not ended.wait(SECONDS_BETWEEN):
-            if path.exists() and size != (size := path.stat().st_size):
-                beat()
+            with contextlib.suppress(FileNotFoundError):  # not there yet, or renamed
+                before, size = size, path.stat().st_size
+                if size != before:
+                    beat()
 
     thread = threading.Thread(target=look, daemon=True)
     thread.start()

@@ -24,6 +24,7 @@ from project.failure import (
     clear,
     first_report,
     next_attempt,
+    note,
     tidy,
     write_failed,
     write_preempted,
@@ -33,7 +34,7 @@ from project.parallel import Share
 from project.processes import sweep_up
 from project.rank import Train, run_rank
 from project.schema import check_knobs
-from project.secret import hidden, hide
+from project.secret import hide
 from project.stored import take_up_config
 
 
@@ -115,8 +116,7 @@ def _launch(folder: Path, train: Train, cfg: Any, share: Share | None) -> None:
             check_progress(folder, error)
             again = f"{error}. Restart {attempt - first + 1} of {cfg.launch.max_restarts}."
             print(f"train.py: {again}", file=sys.stderr, flush=True)
-            with (folder / "train.log").open("a") as file:
-                file.write(f"{hidden(again)}\n")
+            note(folder, again)
             clear(folder)
     raise AssertionError("unreachable")
 

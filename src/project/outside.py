@@ -3,14 +3,17 @@
 import contextlib
 import functools
 import os
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch.distributed as dist
 
+from project.console import say
 from project.errors import RankFailed
 from project.failure import write_failed, write_report
+from project.secret import hidden
 from project.watchdog import SECONDS_BETWEEN, Watchdog
 
 
@@ -58,6 +61,8 @@ def watched(folder: Path, timeout: float) -> Iterator[None]:
             except RankFailed as error:
                 write_report(folder / "ranks" / f"{rank}-{attempt}", str(error), error.traceback)
                 write_failed(folder, str(error))
+                if watch.speaks:
+                    say(hidden(f"{error.traceback}train.py: {error}."), sys.__stderr__)
                 os._exit(1)
             if os.getppid() != parent:
                 os._exit(1)

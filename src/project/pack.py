@@ -67,8 +67,12 @@ def _pack(source: Source, root: Path, split: str, image_size: int) -> PackedImag
     if beside.exists() and not damage(beside):
         return PackedImages(beside)
     folder = pack_folder(root) / name
-    if not folder.exists() or damage(folder):
-        log.info("reading the %s images of %s, to be packed once", split, root)
+    wrong = damage(folder) if folder.exists() else None
+    if wrong or not folder.exists():
+        if wrong:
+            log.warning("%s: packed anew", wrong)
+        often = "anew" if wrong else "once"
+        log.info("reading the %s images of %s, to be packed %s", split, root, often)
         lock = folder.with_name(f"{name}.lock")
         with _locked(lock), heartbeat.shown_at(lock):
             wrong = damage(folder) if folder.exists() else None
@@ -80,8 +84,6 @@ def _pack(source: Source, root: Path, split: str, image_size: int) -> PackedImag
 def _write(
     source: Source, root: Path, split: str, image_size: int, folder: Path, wrong: str | None
 ) -> None:
-    if wrong:
-        log.warning("%s: packed anew", wrong)
     try:
         write_pack(source, root, split, image_size, folder)
     except UserError as error:

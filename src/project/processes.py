@@ -32,8 +32,8 @@ class Rank(NamedTuple):
 def end_with_parent() -> None:
     """From now on this process ends when its parent does, even by SIGKILL.
 
-    Of a rank that is the fork server, by the kernel's word, and the process that launches, by a
-    pipe. torch would make a request to stop of the former (SIGINT, multiprocessing/spawn.py).
+    A rank has two: the fork server, of whose end the kernel tells (by SIGINT, had torch its way,
+    which is a request to stop here), and the process that launches, of whose end a pipe tells.
     """
     _prctl_pr_set_pdeathsig(signal.SIGKILL)
     parent = multiprocessing.parent_process()

@@ -57,7 +57,8 @@ def run_rank(folder: Path, train: Train, store: dist.Store | None = None) -> Non
     beats = beating(folder / "ranks" / f"{rank}.beat")
     stacks = stacks_on_request(report.with_suffix(".stacks"))
     pid = pid_file(folder / "ranks" / f"{rank}.pid")
-    with beats, stacks, pid, rank_logging(train_log, report), signals.handled():
+    # Logging first, since its imports may take longer than a sign of life.
+    with rank_logging(train_log, report), beats, stacks, pid, signals.handled():
         try:
             path = folder / ".hydra" / "config.yaml"
             hide(path.read_text())

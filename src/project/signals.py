@@ -26,6 +26,7 @@ def granted_at_once() -> None:
     _asked = 0
     for number, handler in _all(_at_once).items():
         signal.signal(number, handler)
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # it asks ranks for their stacks
 
 
 def asked() -> int:
@@ -33,14 +34,13 @@ def asked() -> int:
     return _asked
 
 
-def ignored_once_asked() -> None:
-    """A process that was asked to stop ends as it said, whatever it is asked at the last moment.
+def ignored() -> None:
+    """A process that is about to end does so as it said, whatever it is asked at the last moment.
 
     Python gives signals their default action back when it ends, but leaves alone what is ignored.
     """
-    if _asked:
-        for number in REQUESTS:
-            signal.signal(number, signal.SIG_IGN)
+    for number in REQUESTS:
+        signal.signal(number, signal.SIG_IGN)
 
 
 def left_to_children() -> None:

@@ -13,7 +13,7 @@ from project.processes import Rank, ranks_of
 
 SECONDS_BETWEEN = 0.2  # two looks
 DEATH = 2.0  # seconds that a silent death may take to be noticed by others, who know more
-MARGIN = 1.0  # seconds between the first to be late and those that wait for it
+MOST_FRAMES = 12  # that are shown
 # Files of torch whose functions wait for other ranks.
 WAITING = "torch/distributed/", "torch/autograd/graph.py", "torch/nn/parallel/distributed.py"
 
@@ -27,13 +27,16 @@ class Watchdog:
         timeout: seconds without a sign of life, `launch.timeout`.
         here: the ranks of this machine; those of others have watches of their own.
         own: the rank that watches the others, if it is one.
+
+    Attributes:
+        speaks: whether, of the ranks that have found another at fault, this one is to say so.
     """
 
     def __init__(
         self, folder: Path, attempt: int, timeout: float, here: range, own: int | None = None
     ) -> None:
         self.folder, self.attempt, self.timeout = folder, attempt, timeout
-        self.here, self.own = here, own
+        self.here, self.own, self.speaks = here, own, False
         self._beats: dict[int, Beat] = {}
         self._since: dict[int, float] = {}
         self._dead_since: dict[int, float] = {}
@@ -52,7 +55,7 @@ class Watchdog:
         self._clock += min(now - self._looked, 1.0)
         self._looked = now
         ranks = [r for r in ranks_of(self.folder, but=self.own) if r.number in self.here]
-        if self.own is not None:
+        if self.own is not None and (self.folder / f"ranks/{self.own}.beat").exists():
             ranks.append(Rank(self.own, os.getpid(), True))
         for rank in ranks:
             beat = heartbeat.read(self.folder / "ranks" / f"{rank.number}.beat")
@@ -63,26 +66,32 @@ class Watchdog:
         for number, since in self._dead_since.items():
             if self._clock - since > DEATH:
                 raise RankFailed(died(number))
-        silent = {r: self._clock - self._since[r.number] for r in ranks}
-        if max(silent.values(), default=0) >= self.timeout:
-            raise self._at_fault([r for r in ranks if silent[r] >= self.timeout - MARGIN])
+        late = [r for r in ranks if self._clock - self._since[r.number] >= self.timeout]
+        if late:
+            raise self._at_fault(late, ranks)
 
-    def _at_fault(self, late: list[Rank]) -> RankFailed:
-        """Names one of the ranks that are late: most of them wait for it.
+    def _at_fault(self, late: list[Rank], ranks: list[Rank]) -> RankFailed:
+        """Names one rank: those that wait in a collective are late because of another.
 
-        It is one that is stopped, or that does not wait for others, or was the first to be late.
+        It is one that is stopped, or else one that does not wait, or was the first to be late.
         """
-        stopped = [rank for rank in late if _is_stopped(rank.pid)]
-        files = self._write_stacks([rank for rank in late if rank.pid])
-        busy = [rank for rank in late if not self._waits(rank)]
-        rank = min(stopped or busy or late, key=lambda rank: self._beats[rank.number].time)
+        stopped = [rank for rank in ranks if _is_stopped(rank.pid)]
+        running = [rank for rank in ranks if rank.pid and rank not in stopped]
+        self.speaks = self.own == min((rank.number for rank in running), default=None)
+        files = self._write_stacks(running, stopped)
+        busy = [[r for r in group if not self._waits(r)] for group in (late, ranks)]
+        suspects = next(filter(None, [stopped, *busy, late]))
+        rank = min(suspects, key=lambda rank: self._beats[rank.number].time)
         beat, own = self._beats[rank.number], self._stacks(rank.number)
         is_stopped = " (stopped by a signal)" if rank in stopped else ""
-        where = f"; all stacks: ranks/*-{self.attempt}.stacks" if files else ""
+        where = f"; stacks: ranks/*-{self.attempt}.stacks" if files else ""
+        frames = _main_thread(own).splitlines()[1:] if own in files else []
+        heading = f"rank {rank.number}, innermost call first:"
+        more = ["  ..."] if len(frames) > MOST_FRAMES else []
         return RankFailed(
             f"rank {rank.number} made no progress for {self.timeout:g} s (launch.timeout), in "
             f"{beat.doing} after step {beat.step}{is_stopped}{where}",
-            _main_thread(own) if own in files else "",
+            "\n".join([heading, *frames[:MOST_FRAMES], *more, ""]) if frames else "",
         )
 
     def _waits(self, rank: Rank) -> bool:
@@ -91,13 +100,11 @@ class Watchdog:
         innermost = _main_thread(path).split("\n")[1:2] if path.exists() else []
         return any(name in line for line in innermost for name in WAITING)
 
-    def _write_stacks(self, ranks: list[Rank]) -> list[Path]:
+    def _write_stacks(self, running: list[Rank], stopped: list[Rank]) -> list[Path]:
         """Lets ranks of this machine write their stacks, after their loader workers; the files.
 
         Those that are stopped last, once no other is there any more with whom to go on.
         """
-        stopped = [rank for rank in ranks if _is_stopped(rank.pid)]
-        running = [rank for rank in ranks if rank not in stopped]
         for rank in running:
             _send(_children(rank.pid), signal.SIGUSR2)
         self._await_stacks(running, seconds=0.5)
@@ -108,16 +115,18 @@ class Watchdog:
             for number in signal.SIGUSR2, signal.SIGCONT:
                 _send([rank.pid for rank in stopped], number)
             found += self._await_stacks(stopped)
+        _send([rank.pid for rank in stopped], signal.SIGKILL)  # SIGTERM would not reach them
         return found
 
     def _await_stacks(self, ranks: list[Rank], seconds: float = 2.0) -> list[Path]:
         paths = [self._stacks(rank.number) for rank in ranks]
-        sizes, until = [0], time.monotonic() + seconds
+        before, until = [-1], time.monotonic() + seconds
         while time.monotonic() < until:
             time.sleep(0.1)
-            before, sizes = sizes, [_size(path) for path in paths]
-            if before == sizes and all(sizes):
+            sizes = [_size(path) for path in paths]
+            if sizes == before and all(sizes):
                 break
+            before = sizes
         return [path for path in paths if _size(path)]
 
     def _stacks(self, number: int) -> Path:
