@@ -39,6 +39,8 @@ def looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
     look.ranks, look.folder = ranks, tmp_path  # type: ignore[attr-defined]
     (tmp_path / "ranks").mkdir()
+    for rank in ranks:
+        (tmp_path / f"ranks/{rank.number}.beat").touch()
     return look
 
 
@@ -101,6 +103,28 @@ def test_a_rank_that_is_gone_without_a_word_ends_the_others_if_nothing_else_does
     looks(1, 3, 0)
     with pytest.raises(RankFailed, match="rank 1 died without a word"):
         looks(1, 4, 0)
+
+
+def test_a_process_that_never_comes_to_be_a_rank_is_named(looks):
+    (looks.folder / "ranks/1.beat").unlink()
+    looks.ranks.pop()
+    for second in range(70):
+        looks(1, second)
+    with pytest.raises(RankFailed, match="rank 1 has not begun in 71 s"):
+        looks(1, 70)
+
+
+def test_the_process_of_a_rank_that_has_ended_is_not_waited_for_for_ever(looks, monkeypatch):
+    sent: list[tuple[list[int], int]] = []
+    monkeypatch.setattr(watchdog, "_send", lambda pids, number: sent.append((pids, number)))
+    monkeypatch.setattr(watchdog, "_is_rank", lambda pid: pid == 1)
+    looks(1, 0, 0)
+    looks.ranks.clear()
+    for _ in range(60):
+        looks(1)
+    assert not sent
+    looks(1)
+    assert sent == [([1], signal.SIGKILL)]
 
 
 def test_the_first_report_says_how_an_attempt_ended(tmp_path):

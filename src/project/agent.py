@@ -24,6 +24,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from project import signals
 from project.errors import Preempted, RankFailed
 from project.failure import first_report
+from project.folder import read_results
 from project.processes import send, sweep_up
 from project.rank import Train, rank_process
 from project.watchdog import Watchdog
@@ -134,6 +135,8 @@ def _run_ranks(
         sweep_up(folder)
     if signals.asked():  # ranks that were stopped end like this
         raise Preempted(signals.asked())
+    if read_results(folder).get("status") == "complete":  # but processes of ranks did not go
+        return
     has_reported = any(folder.glob(f"ranks/{rank}-*.json"))
     message: Any = failure.message  # text, or a report of torch's
     message = message.get("message") if isinstance(message, dict) else message

@@ -13,6 +13,7 @@ from project.processes import Rank, ranks_of
 
 SECONDS_BETWEEN = 0.2  # two looks
 DEATH = 2.0  # seconds that a silent death may take to be noticed by others, who know more
+SLOW = 60.0  # seconds that processes may take to begin (imports), and to be gone at the end
 MOST_FRAMES = 12  # that are shown
 # Files of torch whose functions wait for other ranks.
 WAITING = "torch/distributed/", "torch/autograd/graph.py", "torch/nn/parallel/distributed.py"
@@ -37,6 +38,8 @@ class Watchdog:
     ) -> None:
         self.folder, self.attempt, self.timeout = folder, attempt, timeout
         self.here, self.own, self.speaks = here, own, False
+        self._pids: set[int] = set()
+        self._ended = 0.0
         self._beats: dict[int, Beat] = {}
         self._since: dict[int, float] = {}
         self._dead_since: dict[int, float] = {}
@@ -61,6 +64,8 @@ class Watchdog:
             beat = heartbeat.read(self.folder / "ranks" / f"{rank.number}.beat")
             if self._beats.get(rank.number) != beat:
                 self._beats[rank.number], self._since[rank.number] = beat, self._clock
+        if self.own is None:
+            self._check_ends(ranks)
         dead = {rank.number for rank in ranks if not rank.is_alive}
         self._dead_since = {n: self._dead_since.get(n, self._clock) for n in dead}
         for number, since in self._dead_since.items():
@@ -69,6 +74,21 @@ class Watchdog:
         late = [r for r in ranks if self._clock - self._since[r.number] >= self.timeout]
         if late:
             raise self._at_fault(late, ranks)
+
+    def _check_ends(self, ranks: list[Rank]) -> None:
+        """Finds processes that do not come to be ranks, and ends those that were and do not go.
+
+        The latter wait for a thread of the user's, say; their work is done.
+        """
+        beats = [self.folder / "ranks" / f"{number}.beat" for number in self.here]
+        missing = [path.stem for path in beats if not path.exists()]
+        if missing and self._clock > self.timeout + SLOW:
+            raise RankFailed(f"rank {missing[0]} has not begun in {self._clock:.0f} s")
+        self._pids |= {rank.pid for rank in ranks if rank.pid}
+        if ranks or missing:
+            self._ended = self._clock
+        elif self._clock - self._ended > SLOW:
+            _send([pid for pid in self._pids if _is_rank(pid)], signal.SIGKILL)
 
     def _at_fault(self, late: list[Rank], ranks: list[Rank]) -> RankFailed:
         """Names one rank: those that wait in a collective are late because of another.
@@ -141,6 +161,13 @@ def died(number: int) -> str:
 def _is_stopped(pid: int) -> bool:
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].startswith("T")
+    return False
+
+
+def _is_rank(pid: int) -> bool:
+    """Whether a number is not somebody else's by now."""
+    with contextlib.suppress(OSError):
+        return b"forkserver" in Path(f"/proc/{pid}/cmdline").read_bytes()
     return False
 
 
