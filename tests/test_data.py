@@ -195,6 +195,9 @@ DAMAGES = {
     "an image too few": lambda folder: os.truncate(folder / "images.npy", 9000),
     "no classes": lambda folder: (folder / "classes.json").unlink(),
     "no checksums": lambda folder: (folder / "checksums.json").unlink(),
+    "checksums of nothing": lambda folder: (folder / "checksums.json").write_text("{}"),
+    "a file in its place": lambda folder: (shutil.rmtree(folder), folder.write_text("")),
+    "a link to nothing": lambda folder: (shutil.rmtree(folder), folder.symlink_to("nowhere")),
     "bad checksums": lambda folder: (folder / "checksums.json").write_text('{"images.npy": 1}'),
 }
 

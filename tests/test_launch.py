@@ -6,7 +6,6 @@ import logging
 import multiprocessing
 import os
 import signal
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -394,9 +393,26 @@ def test_who_is_stopped_since_another_was_killed_hides_it_not(tmp_path):
     assert outcome(tmp_path / "run")["status"] == "failed"
 
 
-def test_an_early_exit_is_a_failure(tmp_path):
-    with pytest.raises(RankFailed, match="rank 0 failed: SystemExit: 0"):
-        in_place(tmp_path, lambda cfg, folder: sys.exit(0))
+class Speechless(BaseException):
+    def __str__(self) -> str:
+        raise UnicodeError
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (SystemExit(0), "SystemExit: 0"),
+        (KeyboardInterrupt(), "KeyboardInterrupt$"),
+        (Speechless(), r"Speechless: \(its message cannot be shown: UnicodeError\)"),
+        (OSError("bad \udcff name"), r"OSError: bad \\udcff name"),
+    ],
+)
+def test_whatever_ends_a_rank_early_is_a_failure_with_a_name(tmp_path, error, words):
+    def train(cfg: Any, folder: Path) -> Any:
+        raise error
+
+    with pytest.raises(RankFailed, match=f"rank 0 failed: {words}"):
+        in_place(tmp_path, train)
     assert outcome(tmp_path)["status"] == "failed"
 
 

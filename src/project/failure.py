@@ -32,9 +32,9 @@ def record_failure(
     Args:
         mistake: of the user, if that is behind it: then the console shows no traceback.
     """
-    rank, trace = int(report.name.split("-")[0]), traceback.format_exc()
-    first_line = str(error).partition("\n")[0].rstrip(" .")
-    summary = mistake or f"{type(error).__name__}: {first_line}"
+    rank, trace = int(report.name.split("-")[0]), _printable(traceback.format_exc())
+    first_line = text_of(error).partition("\n")[0].rstrip(" .")
+    summary = mistake or f"{type(error).__name__}: {first_line}".rstrip(": ")
     if dead := dead_ranks(report.parents[1]):
         write_report(report, died(dead[0]))
     else:
@@ -42,6 +42,19 @@ def record_failure(
         write_report(report, mistake or reason, trace, is_mistake=bool(mistake))
     with (train_log or report.with_suffix(".log")).open("a") as file:
         file.write(hidden(f"{summary}\n" if isinstance(error, UserError) else trace))
+
+
+def text_of(error: BaseException) -> str:
+    """The message of an error, also of one that fails to say it."""
+    try:
+        return _printable(str(error))
+    except Exception as wrong:  # of somebody's __str__
+        return f"(its message cannot be shown: {type(wrong).__name__})"
+
+
+def _printable(text: str) -> str:
+    """Without surrogates, as in names of files that are no UTF-8."""
+    return text.encode(errors="backslashreplace").decode()
 
 
 def write_report(report: Path, reason: str, trace: str = "", **more: Any) -> None:

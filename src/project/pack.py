@@ -67,7 +67,7 @@ def _pack(source: Source, root: Path, split: str, image_size: int) -> PackedImag
     if beside.exists() and not damage(beside):
         return PackedImages(beside)
     folder = pack_folder(root) / name
-    wrong = damage(folder) if folder.exists() else None
+    wrong = damage(folder) if os.path.lexists(folder) else None
     if wrong or not folder.exists():
         if wrong:
             log.warning("%s: packed anew", wrong)
@@ -75,7 +75,7 @@ def _pack(source: Source, root: Path, split: str, image_size: int) -> PackedImag
         log.info("reading the %s images of %s, to be packed %s", split, root, often)
         lock = folder.with_name(f"{name}.lock")
         with _locked(lock), heartbeat.shown_at(lock):
-            wrong = damage(folder) if folder.exists() else None
+            wrong = damage(folder) if os.path.lexists(folder) else None
             if wrong or not folder.exists():
                 _write(source, root, split, image_size, folder, wrong)
     return PackedImages(folder)

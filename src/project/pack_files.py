@@ -27,6 +27,8 @@ def damage(folder: Path) -> str | None:
     """
     try:
         sums = json.loads((folder / SUMS).read_text("utf-8"))
+        if {*sums} != {"images.npy", "labels.npy", "classes.json"}:
+            return f"{folder / SUMS} is not of a pack"
         for name, (size, checksum, time) in sums.items():
             path, stat = folder / name, (folder / name).stat()
             if stat.st_size != size:
@@ -70,7 +72,7 @@ def write_pack(source: Source, root: Path, split: str, image_size: int, folder: 
         raise UserError(f"{root}: labels {labels.min()} to {labels.max()}, {len(classes)} classes.")
     shape = (len(labels), 3, image_size, image_size)
     part = folder.with_name(f"{folder.name}.part")
-    shutil.rmtree(part, ignore_errors=True)  # of a packer that was killed; we hold its lock
+    _remove(part)  # of a packer that was killed; we hold its lock
     part.mkdir()
     try:
         packed = np.lib.format.open_memmap(part / "images.npy", "w+", np.uint8, shape)
@@ -84,11 +86,19 @@ def write_pack(source: Source, root: Path, split: str, image_size: int, folder: 
         (part / "classes.json").write_text(json.dumps(list(classes)), "utf-8")
         sums = {path.name: _sums(path) for path in sorted(part.iterdir())}
         (part / SUMS).write_text(json.dumps(sums), "utf-8")
-        shutil.rmtree(folder, ignore_errors=True)  # damaged; who has mapped it, keeps it
+        _remove(folder)  # damaged; who has mapped it, keeps it
         part.rename(folder)
     except BaseException:
         shutil.rmtree(part, ignore_errors=True)
         raise
+
+
+def _remove(path: Path) -> None:
+    """Whatever lies there."""
+    if path.is_symlink() or path.is_file():
+        path.unlink()
+    else:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def _sums(path: Path) -> tuple[int, int, int]:

@@ -19,14 +19,16 @@ from torch.utils.data import _utils as loaders
 from project import signals
 from project.devices import on_gpu, threads_a_rank
 from project.errors import Preempted, RankFailed, UserError
-from project.failure import dead_ranks, record_failure, write_report
+from project.failure import dead_ranks, record_failure, text_of, write_report
 from project.files import write_json
 from project.heartbeat import beating, stacks_on_request
 from project.logs import quiet, rank_logging
 from project.processes import end_with_parent, end_workers, pid_file
 from project.secret import hide
 
-SLACK = 10.0  # seconds after which a collective gives up that nobody found stuck
+# Seconds after which a collective gives up that nobody found stuck. So long, since its clock also
+# runs while everything is stopped (Ctrl-Z).
+SLACK = 3600.0
 LONG = 1e8  # seconds; launch.timeout may be infinite
 
 Train = Callable[[DictConfig, Path], dict[str, Any]]
@@ -72,7 +74,7 @@ def run_rank(folder: Path, train: Train, store: dist.Store | None = None) -> Non
             if rank == 0:
                 results = {"status": "complete", **results, "seconds": seconds}
                 write_json(folder / "results.json", results)
-        except (Exception, SystemExit, Preempted) as error:
+        except BaseException as error:
             signals.end()
             number = error.number if isinstance(error, Preempted) else signals.requested()
             if number and not dead_ranks(folder):  # else the agent asks, since another died
@@ -89,9 +91,9 @@ def run_rank(folder: Path, train: Train, store: dist.Store | None = None) -> Non
             end_workers()
             if not torch.cuda.is_initialized():  # NCCL waits for collectives that will never end
                 _leave_group()
-            # Only an exception makes the agent end the job: an early exit with status 0 would not.
-            if isinstance(error, SystemExit):
-                raise RuntimeError(f"sys.exit({error.code}) inside a rank") from error
+            # Only an Exception makes the agent end the job: after others it waits for a result.
+            if not isinstance(error, Exception | Preempted):
+                raise RuntimeError(f"{type(error).__name__} inside a rank") from error
             raise
         _leave_group()
 
@@ -105,7 +107,8 @@ def _mistake_behind(error: BaseException) -> str | None:
         if isinstance(link, UserError):
             return str(link)
         link = link.__cause__
-    first = str(error).partition("\n")[0]
+    text = text_of(error)
+    first = text.partition("\n")[0]
     if "Expected more than 1 value per channel" in first:
         return f"{first}\nBatchNorm needs more images a rank: a larger data.batch_size."
     if isinstance(error, RuntimeError) and "CUDA" in first and "memory" in first.lower():
@@ -114,9 +117,9 @@ def _mistake_behind(error: BaseException) -> str | None:
             f"same steps in smaller parts), a smaller data.batch_size, or more devices."
         )
     if isinstance(error, InstantiationException):
-        key, cause = str(error).rpartition("full_key: ")[2], error.__cause__
+        key, cause = text.rpartition("full_key: ")[2], error.__cause__
         return f"{key}: {first} {type(cause).__name__}: {cause} (traceback in the run's train.log)"
-    if "InvalidCxxCompiler" in str(error):
+    if "InvalidCxxCompiler" in text:
         return "compile=true needs a C++ compiler on CPUs (apt install g++)."
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     by_lightning = bool(frames) and frames[-1].f_globals["__name__"].startswith("lightning.")

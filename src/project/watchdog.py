@@ -38,6 +38,7 @@ class Watchdog:
     ) -> None:
         self.folder, self.attempt, self.timeout = folder, attempt, timeout
         self.here, self.own, self.speaks = here, own, False
+        self._begun: set[int] = set()
         self._pids: set[int] = set()
         self._ended = 0.0
         self._beats: dict[int, Beat] = {}
@@ -71,18 +72,22 @@ class Watchdog:
         for number, since in self._dead_since.items():
             if self._clock - since > DEATH:
                 raise RankFailed(died(number))
-        late = [r for r in ranks if self._clock - self._since[r.number] >= self.timeout]
-        if late:
+        if late := self._late(ranks):
             raise self._at_fault(late, ranks)
+
+    def _late(self, ranks: list[Rank]) -> list[Rank]:
+        return [rank for rank in ranks if self._clock - self._since[rank.number] >= self.timeout]
 
     def _check_ends(self, ranks: list[Rank]) -> None:
         """Finds processes that do not come to be ranks, and ends those that were and do not go.
 
         The latter wait for a thread of the user's, say; their work is done.
         """
-        beats = [self.folder / "ranks" / f"{number}.beat" for number in self.here]
-        missing = [path.stem for path in beats if not path.exists()]
-        if missing and self._clock > self.timeout + SLOW:
+        folder = self.folder / "ranks"
+        self._begun |= {n for n in self.here if (folder / f"{n}.beat").exists()}
+        missing = sorted({*self.here} - self._begun)
+        is_waited_for = bool(missing) and self._clock > self.timeout + SLOW
+        if missing and (is_waited_for or self._late(ranks)):
             raise RankFailed(f"rank {missing[0]} has not begun in {self._clock:.0f} s")
         self._pids |= {rank.pid for rank in ranks if rank.pid}
         if ranks or missing:
