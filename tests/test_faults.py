@@ -274,7 +274,8 @@ def test_a_closed_terminal_saves_and_ends_the_run_unless_nohup_says_no(tmp_path,
     command.await_file("ranks/struck")
     os.close(main)
     status, _, seconds, left = command.end(60)
-    assert (status, left) == (0 if nohup else 128 + signal.SIGHUP, 0)
+    expected = 0 if nohup else 128 + signal.SIGHUP
+    assert (status, left) == (expected, 0), (command.folder / "train.log").read_text()
     assert outcome(command.folder)["status"] == ("complete" if nohup else "preempted")
     assert nohup or seconds < 10
 

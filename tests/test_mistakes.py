@@ -16,6 +16,7 @@ from conftest import REPOSITORY, TINY, TRAIN, environment, outcome
 
 from project import sources
 from project.cli import explained
+from project.console import flush_streams
 from project.errors import UserError
 from project.rank import _mistake_behind
 
@@ -198,6 +199,18 @@ def test_closed_streams_do_no_harm(tmp_path, working_folder):
     line = f"{words} 0<&- 1>&- 2>&-"
     subprocess.run(["bash", "-c", line], cwd=working_folder, env=environment(), check=True)
     assert outcome(tmp_path / "run")["status"] == "complete"
+
+
+def test_words_for_a_terminal_that_was_closed_fail_nothing(monkeypatch):
+    main, terminal = os.openpty()
+    stream = os.fdopen(terminal, "w", 1000)
+    monkeypatch.setattr(sys, "stdout", stream)
+    stream.write("words")
+    os.close(main)
+    with pytest.raises(OSError, match="Input/output error"):
+        stream.flush()
+    flush_streams()
+    stream.close()
 
 
 @pytest.mark.parametrize("where", ["stat", "scandir"])

@@ -33,6 +33,17 @@ def say(text: str, to: TextIO | None = None) -> None:
         read_by_nobody(stream)
 
 
+def flush_streams() -> None:
+    """Writes out what is left, so that it fails no process that ends: nobody may read any more."""
+    for stream in sys.stdout, sys.stderr:
+        try:
+            stream.flush()
+        except OSError as error:
+            if error.errno not in UNREAD:
+                raise
+            read_by_nobody(stream)
+
+
 def read_by_nobody(stream: TextIO) -> None:
     """After `train.py | head`: what is left to write, also at the end of Python, goes nowhere."""
     null = os.open(os.devnull, os.O_WRONLY)

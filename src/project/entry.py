@@ -17,7 +17,7 @@ from project import outside, signals
 from project.agent import end_fork_server, start_fork_server
 from project.checkpoint import LAST
 from project.cli import closing_table, explained, quoted
-from project.console import open_streams, say
+from project.console import flush_streams, open_streams, say
 from project.errors import Preempted, RankFailed, UserError
 from project.folder import in_use, read_results, shown
 from project.launch import run, run_outside
@@ -51,6 +51,7 @@ def start(main: Callable[..., Any], train: Train) -> None:
         sys.exit(_status(stopped))
     finally:
         signals.ignored()
+        flush_streams()
         end_fork_server()
 
 

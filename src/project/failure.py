@@ -70,6 +70,7 @@ def write_report(report: Path, reason: str, trace: str = "", **more: Any) -> Non
 
 def write_preempted(folder: Path, stopped: Preempted) -> None:
     """Leaves word in `results.json` that a run was asked to stop; `resume` goes on."""
+    note(folder, str(stopped))
     results = {"status": "preempted", "reason": str(stopped), "signal": stopped.number}
     write_json(folder / "results.json", results)
 

@@ -1,6 +1,5 @@
 """One rank of a run: its environment, log file, process group, and what it says when it fails."""
 
-import logging
 import os
 import time
 import traceback
@@ -17,6 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 from torch.utils.data import _utils as loaders
 
 from project import signals
+from project.console import flush_streams
 from project.devices import on_gpu, threads_a_rank
 from project.errors import Preempted, RankFailed, UserError
 from project.failure import dead_ranks, record_failure, text_of, write_report
@@ -32,8 +32,6 @@ SLACK = 3600.0
 LONG = 1e8  # seconds; launch.timeout may be infinite
 
 Train = Callable[[DictConfig, Path], dict[str, Any]]
-
-log = logging.getLogger(__package__)
 
 
 def run_rank(folder: Path, train: Train, store: dist.Store | None = None) -> None:
@@ -80,8 +78,6 @@ def run_rank(folder: Path, train: Train, store: dist.Store | None = None) -> Non
             if number and not dead_ranks(folder):  # else the agent asks, since another died
                 # An error, if another was asked too and left before.
                 stopped = error if isinstance(error, Preempted) else Preempted(number)
-                if rank == 0:
-                    log.info("%s", stopped, extra={"on_bar": True})  # the parent says it at length
                 write_report(report, str(stopped), signal=int(number))
                 end_workers()
                 _leave_group()
@@ -171,3 +167,5 @@ def rank_process(
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # it is on record; the parent shows the first
         # A rank that returned would wait for the agent, which may have been told to end.
         raise error if isinstance(error, Exception) else RankFailed(str(error)) from None
+    finally:
+        flush_streams()
