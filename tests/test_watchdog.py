@@ -28,7 +28,7 @@ def looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     )
     ranks = [Rank(0, 1, True), Rank(1, 1, True)]
     monkeypatch.setattr(watchdog, "ranks_of", lambda folder, but: ranks)
-    monkeypatch.setattr(watchdog, "_send", lambda pids, number: None)
+    monkeypatch.setattr(watchdog, "send_to", lambda pids, number: None)
     own = Watchdog(tmp_path, attempt=0, timeout=10, here=range(2))
 
     def look(seconds: float, *times: int) -> None:
@@ -116,7 +116,7 @@ def test_a_process_that_never_comes_to_be_a_rank_is_named(looks):
 
 def test_the_process_of_a_rank_that_has_ended_is_not_waited_for_for_ever(looks, monkeypatch):
     sent: list[tuple[list[int], int]] = []
-    monkeypatch.setattr(watchdog, "_send", lambda pids, number: sent.append((pids, number)))
+    monkeypatch.setattr(watchdog, "send_to", lambda pids, number: sent.append((pids, number)))
     monkeypatch.setattr(watchdog, "_is_rank", lambda pid: pid == 1)
     looks(1, 0, 0)
     looks.ranks.clear()

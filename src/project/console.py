@@ -1,9 +1,11 @@
 """Standard streams that may be closed, or that nobody reads any more."""
 
+import contextlib
 import errno
 import os
 import sys
 import termios
+from collections.abc import Iterator
 from typing import TextIO
 
 UNREAD = errno.EPIPE, errno.EIO  # after `train.py | head`, or once the terminal is closed
@@ -24,24 +26,26 @@ def open_streams() -> None:
 def say(text: str, to: TextIO | None = None) -> None:
     """Prints lines at once, by default to standard output; that nobody reads them ends nothing."""
     stream = to or sys.stdout
-    try:
+    with _perhaps_unread(stream):
         stream.write(f"{text}\n")
         stream.flush()
-    except OSError as error:
-        if error.errno not in UNREAD:
-            raise
-        read_by_nobody(stream)
 
 
 def flush_streams() -> None:
     """Writes out what is left, so that it fails no process that ends: nobody may read any more."""
     for stream in sys.stdout, sys.stderr:
-        try:
+        with _perhaps_unread(stream):
             stream.flush()
-        except OSError as error:
-            if error.errno not in UNREAD:
-                raise
-            read_by_nobody(stream)
+
+
+@contextlib.contextmanager
+def _perhaps_unread(stream: TextIO) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in UNREAD:
+            raise
+        read_by_nobody(stream)
 
 
 def read_by_nobody(stream: TextIO) -> None:

@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import NamedTuple
@@ -101,8 +101,14 @@ def send(number: int, *folders: Path, told: set[int] | None = None) -> None:
     for rank in [rank for folder in folders for rank in ranks_of(folder)]:
         if rank.is_alive and rank.pid and rank.pid not in told:
             told.add(rank.pid)
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(rank.pid, number)
+            send_to([rank.pid], number)
+
+
+def send_to(pids: Iterable[int], number: int) -> None:
+    """Sends a signal to processes, some of which may be gone."""
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
 
 
 def sweep_up(folder: Path, seconds: float = 5.0) -> None:

@@ -24,8 +24,7 @@ def granted_at_once() -> None:
     """For the process that launches: the first request raises Preempted, later ones do nothing."""
     global _asked
     _asked = 0
-    for number, handler in _all(_at_once).items():
-        signal.signal(number, handler)
+    _install(_all(_at_once))
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # it asks ranks for their stacks
 
 
@@ -39,20 +38,17 @@ def ignored() -> None:
 
     Python gives signals their default action back when it ends, but leaves alone what is ignored.
     """
-    for number in REQUESTS:
-        signal.signal(number, signal.SIG_IGN)
+    _install(dict.fromkeys(REQUESTS, signal.SIG_IGN))
 
 
 def left_to_children() -> None:
     """In the process that ranks are forked from: a request to all processes is for them."""
-    for number, handler in _all(lambda number, frame: None).items():
-        signal.signal(number, handler)
+    _install(_all(lambda number, frame: None))
 
 
 def restored() -> None:
     """In a process that was forked from it: requests have their default action again."""
-    for number, action in _all(signal.SIG_DFL).items():
-        signal.signal(number, action)
+    _install(_all(signal.SIG_DFL))
 
 
 @contextlib.contextmanager
@@ -138,12 +134,16 @@ def _hang_up(number: int) -> None:
 @contextlib.contextmanager
 def _installed(handlers: Mapping[signal.Signals, Any]) -> Iterator[None]:
     """Handles signals in other ways for a while."""
-    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    before = _install(handlers)
     try:
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        _install(before)
+
+
+def _install(handlers: Mapping[signal.Signals, Any]) -> dict[signal.Signals, Any]:
+    """Returns those that were there before."""
+    return {number: signal.signal(number, handler) for number, handler in handlers.items()}
 
 
 def _at_once(number: int, frame: FrameType | None) -> None:

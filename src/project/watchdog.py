@@ -9,7 +9,7 @@ from pathlib import Path
 from project import heartbeat
 from project.errors import RankFailed
 from project.heartbeat import Beat
-from project.processes import Rank, ranks_of
+from project.processes import Rank, ranks_of, send_to
 
 SECONDS_BETWEEN = 0.2  # two looks
 DEATH = 2.0  # seconds that a silent death may take to be noticed by others, who know more
@@ -93,7 +93,7 @@ class Watchdog:
         if ranks or missing:
             self._ended = self._clock
         elif self._clock - self._ended > SLOW:
-            _send([pid for pid in self._pids if _is_rank(pid)], signal.SIGKILL)
+            send_to([pid for pid in self._pids if _is_rank(pid)], signal.SIGKILL)
 
     def _at_fault(self, late: list[Rank], ranks: list[Rank]) -> RankFailed:
         """Names one rank: those that wait in a collective are late because of another.
@@ -131,16 +131,16 @@ class Watchdog:
         Those that are stopped last, once no other is there any more with whom to go on.
         """
         for rank in running:
-            _send(_children(rank.pid), signal.SIGUSR2)
+            send_to(_children(rank.pid), signal.SIGUSR2)
         self._await_stacks(running, seconds=0.5)
-        _send([rank.pid for rank in running], signal.SIGUSR2)
+        send_to([rank.pid for rank in running], signal.SIGUSR2)
         found = self._await_stacks(running)
         if stopped and self.own is None:
-            _send([rank.pid for rank in running], signal.SIGKILL)
+            send_to([rank.pid for rank in running], signal.SIGKILL)
             for number in signal.SIGUSR2, signal.SIGCONT:
-                _send([rank.pid for rank in stopped], number)
+                send_to([rank.pid for rank in stopped], number)
             found += self._await_stacks(stopped)
-        _send([rank.pid for rank in stopped], signal.SIGKILL)  # SIGTERM would not reach them
+        send_to([rank.pid for rank in stopped], signal.SIGKILL)  # SIGTERM would not reach them
         return found
 
     def _await_stacks(self, ranks: list[Rank], seconds: float = 2.0) -> list[Path]:
@@ -174,12 +174,6 @@ def _is_rank(pid: int) -> bool:
     with contextlib.suppress(OSError):
         return b"forkserver" in Path(f"/proc/{pid}/cmdline").read_bytes()
     return False
-
-
-def _send(pids: list[int], number: int) -> None:
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, number)
 
 
 def _children(pid: int) -> list[int]:
