@@ -37,7 +37,7 @@ class StepTrace(Callback):
 
     def on_validation_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         if not trainer.sanity_checking:  # of the shares, how many images each rank has scored
-            self.trace.values["val"].append(int(pl_module._eval_sums.counts[1]))
+            self.trace.values["val"].append(pl_module._eval_sums.count)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         torch.save(self.trace.values, trace_folder(trainer) / self.name)

@@ -205,7 +205,8 @@ def test_dropout_is_a_function_of_seed_step_and_rank(make_data):
 def test_all_generators_differ_by_epoch_batch_and_rank():
     draws = set()
     for epoch, batch, rank in itertools.product(range(2), range(3), range(4)):
-        task: Any = SimpleNamespace(seed=0, current_epoch=epoch, global_rank=rank)
+        place = {"current_epoch": epoch, "global_rank": rank, "device": torch.device("cpu")}
+        task: Any = SimpleNamespace(seed=0, **place)
         Classifier.on_train_batch_start(task, (), batch)  # type: ignore[arg-type]
         draws.add((torch.rand(()).item(), random.random(), np.random.rand()))
     assert all(len(set(column)) == 2 * 3 * 4 for column in zip(*draws, strict=True))

@@ -112,9 +112,9 @@ class RunRecord(Checkpoint):
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """At a step boundary saves or stops, if all ranks find it due."""
-        due, step = self._agreement, trainer.global_step
         if (batch_idx + 1) % trainer.accumulate_grad_batches:
             return
+        due, step = self._agreement, trainer.global_step
         due.look(step)
         if due.is_save_due or due.request:
             # An epoch's end and a validation come first: to go on from here would leave them out.

@@ -19,13 +19,14 @@ class EpochSums:
 
     def __init__(self, device: torch.device) -> None:
         self.loss = torch.zeros((), dtype=torch.float64, device=device)
-        self.counts = torch.zeros(2, dtype=torch.int64, device=device)
+        self.correct = torch.zeros((), dtype=torch.int64, device=device)
+        self.count = 0
 
     def add(self, losses: Tensor, logits: Tensor, labels: Tensor) -> None:
         """Counts a batch without waiting for the device; (B,), (B, C), (B,)."""
-        self.loss += losses.detach().double().sum()
-        self.counts[0] += (logits.detach().argmax(1) == labels).sum()
-        self.counts[1] += len(labels)
+        self.loss += losses.detach().sum(dtype=torch.float64)
+        self.correct += (logits.detach().argmax(1) == labels).sum()
+        self.count += labels.shape[0]
 
     def reduce(self) -> tuple[float, float, int]:
         """Sums over all ranks, which must all call this; changes nothing.
@@ -57,11 +58,14 @@ class EpochSums:
             rank, world_size = dist.get_rank(), dist.get_world_size()
         if len(gathered) != world_size:
             gathered = torch.cat([gathered.sum(0, keepdim=True), gathered.new_zeros(rank, 3)])
-        self.loss.fill_(gathered[rank, 0].item())
-        self.counts.copy_(gathered[rank, 1:])
+        loss, correct, count = gathered[rank].tolist()
+        self.loss.fill_(loss)
+        self.correct.fill_(int(correct))
+        self.count = int(count)
 
     def _vector(self) -> Tensor:
-        return torch.cat([self.loss[None], self.counts.double()])  # exact below 2**53
+        count = torch.full_like(self.loss, self.count)
+        return torch.stack([self.loss, self.correct.double(), count])  # exact below 2**53
 
 
 class Confusion:
@@ -95,31 +99,31 @@ class RecentLosses:
 
     def __init__(self) -> None:
         self._losses: list[Tensor] = []
-        self._steps: list[int] = []
 
-    def add(self, loss: Tensor, step: int) -> None:
-        """Keeps the loss of a batch, a scalar, and its optimizer step, without waiting."""
+    def add(self, loss: Tensor) -> None:
+        """Keeps the loss of a batch, a scalar, without waiting."""
         self._losses.append(loss.detach())
-        self._steps.append(step)
 
     def take(self, trainer: lightning.Trainer) -> Tensor:
         """The losses since the last call, each the mean over ranks: (n,), on the CPU.
 
-        All ranks must call this alike.
+        All ranks must call this alike, after an optimizer step.
 
         Raises:
             UserError: a loss is not finite; the step is named.
         """
         if not self._losses:
             return torch.empty(0)
-        losses, steps = torch.stack(self._losses), self._steps
-        self._losses, self._steps = [], []
+        losses = torch.stack(self._losses)
+        self._losses = []
         if dist.is_initialized():
             dist.all_reduce(losses)
             losses /= dist.get_world_size()
         losses = losses.cpu()
         if wrong := (~losses.isfinite()).nonzero().flatten().tolist():
-            _refuse(f"the loss of step {steps[wrong[0]]}", trainer)
+            batches_ago = len(losses) - 1 - wrong[0]
+            step = trainer.global_step - batches_ago // trainer.accumulate_grad_batches
+            _refuse(f"the loss of step {step}", trainer)
         return losses
 
     def check(self, trainer: lightning.Trainer) -> None:

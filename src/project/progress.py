@@ -62,8 +62,8 @@ class Progress(Callback):
         self, trainer: lightning.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Looks at step and clock, and mostly returns."""
-        beat(trainer.global_step)
         step, every = trainer.global_step, trainer.log_every_n_steps  # type: ignore[attr-defined]
+        beat(step)
         if every and step % every == 0 and step != self._shown_step:
             self._shown_step = step
             self._log_step(trainer, pl_module)
