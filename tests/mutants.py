@@ -48,7 +48,7 @@ VALIDATION = (
 MUTANTS = {
     "no set_epoch": Mutant(
         "data.py",
-        "            self.start = 0\n        self.order.set_epoch(epoch)\n",
+        "            self.start = 0\n        self.epoch = epoch\n",
         "            self.start = 0\n",
         ROWS.format("Adam"),
     ),

@@ -86,6 +86,7 @@ REGIMES = {
     "another seed": Regime(f"{RICH_RAW} --seed 5", f"{RICH} seed=5"),
     "full augmentation": Regime(AUGMENT_RAW, AUGMENT),
     "loader workers": Regime(AUGMENT_RAW, f"{AUGMENT} data.num_workers=2"),
+    "images on the device": Regime(AUGMENT_RAW, f"{AUGMENT} data.on_device=true"),
     "validation, sanity check, all logging": Regime(
         VALIDATE_RAW,
         f"""{VALIDATE} +trainer.val_check_interval=3 trainer.num_sanity_val_steps=2

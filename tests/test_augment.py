@@ -5,6 +5,7 @@ import torch
 
 from project.augment import Augment, normalise
 from project.errors import UserError
+from project.seeds import seed_from
 
 MEAN, STD = [0.4914, 0.4822, 0.4465], [0.2470, 0.2435, 0.2616]
 FULL = Augment(crop_padding=4, flip=True, cutout=8)
@@ -26,6 +27,13 @@ def test_the_table_is_a_function_of_seed_and_epoch():
     assert torch.equal(table, FULL.table(1000, 32, seed=1, epoch=2))
     assert not torch.equal(table, FULL.table(1000, 32, seed=1, epoch=3))
     assert not torch.equal(table, FULL.table(1000, 32, seed=2, epoch=2))
+
+
+def test_the_table_of_many_images_is_one_stream_of_draws():
+    generator = torch.Generator().manual_seed(seed_from("augment", 3, 1))
+    draws = torch.rand(2**16 + 7, 5, generator=generator, dtype=torch.float64)
+    expected = (draws * torch.tensor([9, 9, 2, 32, 32])).to(torch.int16)
+    assert torch.equal(Augment(4, flip=True).table(2**16 + 7, 32, seed=3, epoch=1), expected)
 
 
 def test_switching_one_augmentation_leaves_the_draws_of_the_others():

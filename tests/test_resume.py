@@ -26,7 +26,7 @@ from project.folder import in_use
 from project.heartbeat import beat, beating
 from project.launch import run
 from project.resume import resumed, take_up
-from project.workers import worker_init
+from project.workers import worker_options
 
 GROUPS = REPOSITORY / "conf"
 SHORT = [word for word in TINY if "max_steps" not in word and "_target_" not in word]
@@ -589,7 +589,7 @@ def test_a_loader_worker_leaves_the_answer_to_its_rank(monkeypatch):
 
     def worker(queue) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # as torch does, in effect
-        worker_init(1, 0)(0)
+        worker_options(1, 1, 0)["worker_init_fn"](0)
         ask(signal.SIGINT)
         ask(signal.SIGTERM)
         queue.put("alive")

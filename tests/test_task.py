@@ -21,6 +21,7 @@ from project.losses import Confusion, EpochSums
 from project.model import CNN
 from project.optim import warmup_then_decay
 from project.progress import Progress
+from project.seeds import seed_generators
 from project.task import Classifier
 
 SETTINGS: dict[str, Any] = {
@@ -33,6 +34,7 @@ SETTINGS: dict[str, Any] = {
     "mean": (0.5, 0.5, 0.5),
     "std": (0.25, 0.25, 0.25),
     "augment": Augment(crop_padding=4, flip=True),
+    "on_device": False,
     "num_workers": 0,
     "pin_memory": False,
     "seed": 0,
@@ -202,6 +204,15 @@ def test_dropout_is_a_function_of_seed_step_and_rank(make_data):
     assert all(torch.equal(nets[0][name], nets[1][name]) for name in nets[0])
 
 
+def test_generators_are_seeded_as_by_torch():
+    draws = []
+    for seed in torch.manual_seed, partial(seed_generators, device=torch.device("cpu")):
+        torch.manual_seed(0)
+        seed(2**62 + 3)
+        draws.append(torch.rand(5).tolist())
+    assert draws[0] == draws[1]
+
+
 def test_all_generators_differ_by_epoch_batch_and_rank():
     draws = set()
     for epoch, batch, rank in itertools.product(range(2), range(3), range(4)):
@@ -241,6 +252,25 @@ def test_loader_workers_change_nothing(make_data):
         make_trainer().fit(task, datamodule=make_data(num_workers=num_workers))
         nets.append(task.net.state_dict())
     assert all(torch.equal(nets[0][name], nets[1][name]) for name in nets[0])
+
+
+def test_images_that_live_on_the_device_change_nothing(make_data):
+    found = []
+    for on_device in False, True:
+        data, task = make_data(on_device=on_device), make_task()
+        trainer = make_trainer()
+        trainer.fit(task, datamodule=data)
+        trainer.test(task, datamodule=data, verbose=False)
+        found.append((task.net.state_dict(), task.metrics))
+    assert all(torch.equal(found[0][0][name], found[1][0][name]) for name in found[0][0])
+    assert found[0][1] == found[1][1]
+
+
+def test_where_images_live_on_the_device_row_numbers_alone_travel(make_data):
+    data = make_data(on_device=True)
+    make_trainer(limit_train_batches=2).fit(make_task(), datamodule=data)
+    batches = [*data.train_dataloader(), *data.val_dataloader(), *data.test_dataloader()]
+    assert {(batch.dtype, batch.ndim) for batch in batches} == {(torch.int64, 1)}
 
 
 def test_another_seed_gives_another_network(make_data):

@@ -5,7 +5,6 @@ depend on the number of ranks, of loader workers, or on where a run was interrup
 """
 
 import functools
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -13,12 +12,7 @@ import torch
 from torch import Tensor
 
 from project.errors import UserError
-
-
-def seed_from(*parts: str | int) -> int:
-    """Hashes what identifies a random draw, e.g. ("augment", seed, epoch), to 63 bits."""
-    digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") >> 1
+from project.seeds import seed_from
 
 
 def normalise(images: Tensor, mean: Sequence[float], std: Sequence[float]) -> Tensor:
@@ -68,8 +62,11 @@ class Augment:
         generator = torch.Generator().manual_seed(seed_from("augment", seed, epoch))
         num_crops = 2 * self.crop_padding + 1
         limits = [num_crops, num_crops, 2 if self.flip else 1, image_size, image_size]
-        draws = torch.rand(num_images, 5, generator=generator, dtype=torch.float64)
-        return (draws * torch.tensor(limits)).to(torch.int16)
+        table, scale = torch.empty(num_images, 5, dtype=torch.int16), torch.tensor(limits)
+        for part in table.split(2**16):  # the same stream of draws, without 40 bytes an image
+            draws = torch.rand(part.shape, generator=generator, dtype=torch.float64)
+            part.copy_(draws.mul_(scale))
+        return table
 
     def crop_and_flip(self, images: Tensor, rows: Tensor) -> Tensor:
         """Crops and flips (B, 3, H, W) uint8 as their `rows` (B, 5) of the table say."""

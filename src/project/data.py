@@ -1,14 +1,13 @@
 """Which images are trained on, validated on, and dealt to which rank in which batch."""
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DistributedSampler, Sampler
+from torch.utils.data import Sampler
 
-from project.augment import seed_from
 from project.errors import UserError
+from project.seeds import seed_from
 from project.steps import local_batch_size, steps_per_epoch
 
 
@@ -36,6 +35,8 @@ def stratified_split(labels: Tensor, fraction: float, seed: int) -> tuple[Tensor
 class TrainBatches(Sampler[Tensor]):
     """A rank's batches of one epoch as index arrays, in the order of `DistributedSampler`.
 
+    That makes Python lists, which grow with the dataset; these are arrays.
+
     The union over ranks of an optimizer step's batches is the same slice of the same permutation
     on any number of ranks. What does not fill an optimizer step at the end of an epoch is dropped.
 
@@ -57,25 +58,26 @@ class TrainBatches(Sampler[Tensor]):
         epoch: int = 0,
         start: int = 0,
     ) -> None:
-        self.indices, self.start = indices, start
+        self.indices, self.rank, self.world_size = indices, rank, world_size
         self.local = local_batch_size(batch_size, world_size, accumulate)
         self.num_batches = steps_per_epoch(len(indices), batch_size) * accumulate
-        positions: Any = range(len(indices))  # only its length matters
-        self.order = DistributedSampler(positions, world_size, rank, seed=seed, drop_last=True)
-        self.order.set_epoch(epoch)
+        self.seed, self.epoch, self.start = seed, epoch, start
 
     def set_epoch(self, epoch: int) -> None:
         """Chooses the permutation of `epoch`; Lightning calls this before each epoch."""
-        if epoch != self.order.epoch:
+        if epoch != self.epoch:
             self.start = 0
-        self.order.set_epoch(epoch)
+        self.epoch = epoch
 
     def __len__(self) -> int:
         return self.num_batches  # of the whole epoch, wherever it starts
 
     def __iter__(self) -> Iterator[Tensor]:
-        batches = self.indices[list(self.order)].split(self.local)
-        yield from batches[self.start : self.num_batches]
+        generator = torch.Generator().manual_seed(self.seed + self.epoch)
+        order = torch.randperm(len(self.indices), generator=generator)
+        order = order[self.rank :: self.world_size].clone()  # no rank keeps the others' share
+        for batch in range(self.start, self.num_batches):
+            yield self.indices[order[batch * self.local : (batch + 1) * self.local]]
 
 
 class EvalBatches(Sampler[Tensor]):

@@ -13,9 +13,9 @@ from torch.utils.data import DataLoader, Sampler
 from project.augment import Augment, normalise
 from project.data import EvalBatches, TrainBatches, stratified_split
 from project.errors import UserError
-from project.pack import PackedImages, Source, pack
+from project.pack import PackedImages, Rows, Source, pack
 from project.steps import num_steps, steps_per_epoch
-from project.workers import worker_init
+from project.workers import worker_options
 
 Batch = tuple[Tensor, Tensor, Tensor]
 
@@ -38,6 +38,8 @@ class ImageDataModule(lightning.LightningDataModule):
         limit_train_images: train on no more than so many, evenly spaced; None for all.
         mean, std: per channel, of images in [0, 1].
         augment: what happens to training images.
+        on_device: keep the images in the memory of the training device, a copy a rank; row numbers
+            alone travel.
         num_workers: loader processes a rank.
         pin_memory: page-locked batches, copied to a GPU while it computes.
         seed: of sample order and augmentation.
@@ -56,6 +58,7 @@ class ImageDataModule(lightning.LightningDataModule):
         mean: Sequence[float],
         std: Sequence[float],
         augment: Augment,
+        on_device: bool,
         num_workers: int,
         pin_memory: bool,
         seed: int,
@@ -67,7 +70,7 @@ class ImageDataModule(lightning.LightningDataModule):
         self.batch_size, self.eval_batch_size = batch_size, eval_batch_size
         self.val_fraction, self.split_seed = val_fraction, split_seed
         self.limit_train_images = limit_train_images
-        self.mean, self.std, self.augment = mean, std, augment
+        self.mean, self.std, self.augment, self.on_device = mean, std, augment, on_device
         self.num_workers, self.pin_memory, self.seed = num_workers, pin_memory, seed
         self._table: tuple[int, Tensor] | None = None
 
@@ -158,8 +161,11 @@ class ImageDataModule(lightning.LightningDataModule):
         interval = getattr(trainer, "val_check_interval", None)  # Lightning sets none by time
         return num_steps(steps, trainer.accumulate_grad_batches, *limits, interval)
 
-    def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
+    def on_after_batch_transfer(self, batch: Batch | Tensor, dataloader_idx: int) -> Batch:
         """Normalises a batch on its device, and in training augments it."""
+        if isinstance(batch, Tensor):
+            packed = self.test_images if self._trainer.testing else self.train_images
+            batch = packed.on(batch)
         images, labels, rows = batch
         dtype = self._trainer.lightning_module.dtype  # float32, unless trainer.precision is "true"
         if not self._trainer.training:
@@ -183,15 +189,12 @@ class ImageDataModule(lightning.LightningDataModule):
     def _loader(self, images: PackedImages, sampler: Sampler[Tensor]) -> DataLoader:
         nbytes = max(self.batch_size, self.eval_batch_size) * 3 * self.image_size**2
         return DataLoader(
-            images,
+            Rows(len(images)) if self.on_device else images,
             batch_size=None,  # the sampler's items are whole batches
             sampler=sampler,
             num_workers=self.num_workers,
             pin_memory=self.pin_memory and torch.cuda.is_available(),
-            persistent_workers=self.num_workers > 0,
-            # A rank comes from a fork server, and would start another: seconds, and memory.
-            multiprocessing_context="fork" if self.num_workers > 0 else None,
-            worker_init_fn=worker_init(2 * self._trainer.num_devices * self.num_workers, nbytes),
+            **worker_options(self.num_workers, self._trainer.num_devices, nbytes),
         )
 
     @property

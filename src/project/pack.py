@@ -27,17 +27,20 @@ SECONDS_BETWEEN = 0.1  # two tries for a lock
 
 
 class PackedImages(Dataset):
-    """One split of a dataset, mapped read-only from the files that `pack` wrote.
+    """One split of a dataset, mapped from the files that `pack` wrote and nobody writes to.
 
     Attributes:
         images: (N, 3, H, W) uint8, mapped, so that all ranks share one copy in the page cache.
-        labels: (N,) int64.
+        labels: (N,) int64, the same.
         classes: names, in the order of the labels.
     """
 
     def __init__(self, folder: Path) -> None:
-        self.images = np.load(folder / "images.npy", mmap_mode="r")
-        self.labels = torch.from_numpy(np.load(folder / "labels.npy"))
+        # "c": torch takes no array that cannot be written; a write would be this process's own.
+        self.images = np.load(folder / "images.npy", mmap_mode="c")
+        self._pixels = torch.from_numpy(self.images)
+        self.labels = torch.from_numpy(np.load(folder / "labels.npy", mmap_mode="c"))
+        self._there: tuple[Tensor, Tensor] | None = None  # copies of both
         self.classes: list[str] = json.loads((folder / "classes.json").read_text("utf-8"))
 
     def __len__(self) -> int:
@@ -45,7 +48,32 @@ class PackedImages(Dataset):
 
     def __getitem__(self, index: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """A batch by index array (B,): images (B, 3, H, W) uint8, labels (B,), and the index."""
-        return torch.from_numpy(self.images[index.numpy()]), self.labels[index], index
+        return self._pixels.index_select(0, index), self.labels[index], index
+
+    def on(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The same by rows on a device, whose memory holds a copy from then on (none on a CPU)."""
+        if self._there is None or self._there[0].device != rows.device:
+            self._there = self._pixels.to(rows.device), self.labels.to(rows.device)
+        images, labels = self._there
+        return images.index_select(0, rows), labels[rows], rows
+
+
+class Rows(Dataset[Tensor]):
+    """Index arrays as they come, for images that are where they are needed already.
+
+    Args:
+        count: of the images.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: Tensor) -> Tensor:
+        """(B,) int64."""
+        return index
 
 
 def pack(source: Source, root: Path, split: str, image_size: int) -> PackedImages:

@@ -1,23 +1,20 @@
 """What is learned: the LightningModule with loss, exact epoch metrics and optimizer."""
 
-import random
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import lightning
-import numpy as np
-import torch
 import torch.nn.functional as F
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from project.augment import seed_from
 from project.datamodule import Batch
 from project.errors import UserError
 from project.losses import Confusion, EpochSums, RecentLosses
 from project.optim import decay_weights_only
+from project.seeds import seed_from, seed_generators
 
 
 class Classifier(lightning.LightningModule):
@@ -105,13 +102,7 @@ class Classifier(lightning.LightningModule):
     def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
         """Makes dropout and its like a function of (seed, step, rank)."""
         seed = seed_from("step", self.seed, self.current_epoch, batch_idx, self.global_rank)
-        # Not torch.manual_seed, which also takes a note of where it was called from, once for each
-        # kind of device that is not there (_lazy_call in torch/cuda, xpu and mtia): 0.2 ms.
-        torch.default_generator.manual_seed(seed)
-        if self.device.type != "cpu":
-            torch.get_device_module(self.device).manual_seed(seed)
-        random.seed(seed)
-        np.random.seed(seed % 2**32)
+        seed_generators(seed, self.device)
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """The mean loss of this rank's batch."""
