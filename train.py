@@ -11,21 +11,24 @@ torchrun --nproc-per-node=4 train.py trainer.devices=4
 """
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import hydra
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
-from torch import nn
 
-from project import checkpoint, entry
+from project import entry
 from project.schema import check_nodes
+
+if TYPE_CHECKING:
+    from torch import nn
 
 
 def train(cfg: DictConfig, folder: Path) -> dict[str, Any]:
     """The whole program of one rank; all ranks run it alike."""
     import lightning  # here, since the process that launches the ranks does without
 
+    from project import checkpoint
     from project.callbacks import RunRecord
     from project.checkpoint_io import PlainCheckpointIO
     from project.plots import Pictures
@@ -74,12 +77,14 @@ def train(cfg: DictConfig, folder: Path) -> dict[str, Any]:
     return results
 
 
-def network(cfg: DictConfig, num_classes: int, start: str | None) -> nn.Module:
+def network(cfg: DictConfig, num_classes: int, start: str | None) -> "nn.Module":
     """The network, with weights from a file if the config names one.
 
     Args:
         start: checkpoint of a run that the Trainer will load.
     """
+    from project import checkpoint
+
     net = instantiate(cfg.model, num_classes=num_classes, _convert_="all")
     if start:
         checkpoint.check_run(net, start, "ckpt_path" if start == cfg.ckpt_path else "resume")

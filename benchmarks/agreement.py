@@ -15,9 +15,10 @@ from omegaconf import OmegaConf
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from project.agent import run_ranks, start_fork_server
+from project.agent import run_ranks
 from project.agreement import Agreement
 from project.heartbeat import beat
+from project.processes import start_fork_server
 
 RANKS, TIMEOUT, REPEATS, STEPS = 2, 60.0, 5, 4000
 

@@ -22,11 +22,10 @@ from omegaconf import OmegaConf, open_dict
 from train import train
 
 from project import signals
-from project.agent import start_fork_server
 from project.errors import Preempted
 from project.files import write_json
 from project.launch import run
-from project.processes import end_workers
+from project.processes import end_workers, start_fork_server
 from project.rank import Train
 
 CONF = str(Path(__file__).parents[1] / "conf")

@@ -34,7 +34,6 @@ from laws import busy, composed, differences
 from test_readme import TRAININGS
 
 from project import parallel, signals, sweep_plot
-from project.agent import start_fork_server
 from project.cli import explained
 from project.entry import _register
 from project.errors import Preempted, UserError
@@ -42,6 +41,7 @@ from project.files import write_csv, write_json
 from project.folder import in_use
 from project.launch import run
 from project.parallel import Share, run_at_once
+from project.processes import start_fork_server
 from project.resume import resumed, take_up_sweep
 from project.search import OptunaSweeper
 from project.search_space import distribution

@@ -3,8 +3,6 @@
 import contextlib
 import functools
 import logging
-import multiprocessing.forkserver
-import os
 import queue
 import signal
 import tempfile
@@ -35,19 +33,6 @@ PATIENCE = 30.0  # seconds that ranks have to end once they are asked to
 T = TypeVar("T")
 
 _folders: list[Path] = []  # of the jobs whose ranks this process has started
-
-
-def start_fork_server() -> None:
-    """Starts the process that ranks are forked from; it imports what they need."""
-    multiprocessing.forkserver.set_forkserver_preload(["project.preload"])
-    multiprocessing.forkserver.ensure_running()
-
-
-def end_fork_server() -> None:
-    """It would finish its imports first, and keep open the pipe into which `--help` was printed."""
-    server: Any = multiprocessing.forkserver._forkserver  # type: ignore[attr-defined]
-    if server._forkserver_pid is not None:
-        os.kill(server._forkserver_pid, signal.SIGKILL)
 
 
 def attended(work: Callable[[], T]) -> T:

@@ -23,7 +23,6 @@ from omegaconf.errors import OmegaConfBaseException
 from project.errors import UserError
 from project.folder import shown
 from project.schema import nearest
-from project.stored import untrusted
 
 MISTAKES = HydraException, OmegaConfBaseException, yaml.YAMLError  # in words, or in config files
 
@@ -71,6 +70,12 @@ def reason(error: Exception, main: Callable[..., Any] | None = None) -> str:
     wrong = re.search(r"Could not (?:override|delete) '([^'=]+)", first)
     near = _nearest_key(main, wrong[1]) if main and wrong else ""
     return f"{first}{near or ' '.join(['', *more[:1]])}"
+
+
+def asks_to_run(words: list[str]) -> bool:
+    """Whether a command line is more than a question to Hydra (--help, --cfg, --info, ...)."""
+    known = get_args_parser().parse_known_args(words)[0]
+    return not (known.help or known.hydra_help or known.cfg or known.info or known.shell_completion)
 
 
 def _refuse_unknown_options(words: list[str]) -> None:
@@ -140,6 +145,8 @@ def closing_table(results: Mapping[str, Any], folder: Path, cfg: DictConfig) -> 
         lines[-1] += f"  test/count {results['test/count']}"
     lines.append(f"  run folder {shown(folder)}")
     if "epochs" in results:
+        from project.stored import untrusted
+
         path = shown(folder / results["checkpoint"])
         command = f"python train.py fit=false {quoted('ckpt_path', path)}"
         packages = untrusted(cfg)

@@ -1,4 +1,7 @@
-"""The command line of train.py: a new run, or one to go on with; errors become messages."""
+"""The command line of train.py: a new run, or one to go on with; errors become messages.
+
+Nothing here imports torch before a config is composed: `--help` needs none.
+"""
 
 import functools
 import inspect
@@ -6,30 +9,28 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch.distributed as dist
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.plugins import Plugins
 from omegaconf import OmegaConf
 
 from project import outside, signals
-from project.agent import end_fork_server, start_fork_server
-from project.checkpoint import LAST
-from project.cli import closing_table, explained, quoted
+from project.cli import asks_to_run, closing_table, explained, quoted
 from project.console import flush_streams, open_streams, say
 from project.errors import Preempted, RankFailed, UserError
 from project.folder import in_use, read_results, shown
-from project.launch import run, run_outside
-from project.parallel import Share
-from project.rank import Train
-from project.resume import is_sweep, resumed, take_up, take_up_sweep
+from project.processes import end_fork_server, start_fork_server
 from project.search import OptunaSweeper
 from project.secret import hidden
 from project.sweeper import GridSweeper
 
+if TYPE_CHECKING:
+    from project.parallel import Share
+    from project.rank import Train
 
-def start(main: Callable[..., Any], train: Train) -> None:
+
+def start(main: Callable[..., Any], train: "Train") -> None:
     """The entry of train.py: runs Hydra's `main`, or resumes a run, in the right process.
 
     Under torchrun rank 0 alone composes the config; the others wait for the folder of its run.
@@ -55,12 +56,13 @@ def start(main: Callable[..., Any], train: Train) -> None:
         end_fork_server()
 
 
-def _start(main: Callable[..., Any], train: Train) -> None:
+def _start(main: Callable[..., Any], train: "Train") -> None:
     words = sys.argv[1:]
-    folder = resumed(words)
+    folder = _resumed(words)
     begin = functools.partial(_resume, folder, words, main, train) if folder else main
-    if not dist.is_torchelastic_launched():
-        start_fork_server()  # imports while this process composes
+    if not outside.is_launched():
+        if asks_to_run(words):
+            start_fork_server()  # imports while this process composes
         begin()
     elif os.environ["RANK"] == "0":
         try:
@@ -72,10 +74,22 @@ def _start(main: Callable[..., Any], train: Train) -> None:
             if not outside.store().check(["folder"]):
                 outside.store().set("folder", "")
     elif name := outside.store().get("folder").decode():
+        from project.launch import run_outside
+
         run_outside(Path(name), train)
 
 
-def _resume(folder: Path, words: list[str], main: Callable[..., Any], train: Train) -> None:
+def _resumed(words: list[str]) -> Path | None:
+    if not any("resume=" in word for word in words):
+        return None
+    from project.resume import resumed
+
+    return resumed(words)
+
+
+def _resume(folder: Path, words: list[str], main: Callable[..., Any], train: "Train") -> None:
+    from project.resume import is_sweep, take_up, take_up_sweep
+
     groups = Path(inspect.unwrap(main).__code__.co_filename).parent / "conf"
     if is_sweep(folder):
         sys.argv[1:] = take_up_sweep(folder, words, groups)
@@ -98,7 +112,7 @@ def _say_where(path: Path) -> None:
         say(f"relative paths (data.root) start here; the run began in {began}")
 
 
-def run_job(train: Train) -> None:
+def run_job(train: "Train") -> None:
     """Runs the job that Hydra has composed."""
     _end(_work(Path(HydraConfig.get().runtime.output_dir), train))
 
@@ -108,20 +122,25 @@ def _end(status: int) -> None:
         sys.exit(status)
 
 
-def _work(folder: Path, train: Train, in_sweep: bool = False, share: Share | None = None) -> int:
+def _work(
+    folder: Path, train: "Train", in_sweep: bool = False, share: "Share | None" = None
+) -> int:
     with in_use(folder):
         return _report(folder, train, in_sweep=in_sweep, share=share)
 
 
 def _report(
     folder: Path,
-    train: Train,
+    train: "Train",
     undo: Callable[[], None] = lambda: None,
     in_sweep: bool = False,
-    share: Share | None = None,
+    share: "Share | None" = None,
 ) -> int:
     """Runs the job in `folder`, the one place where errors become messages; its exit status."""
     say(f"run folder {shown(folder)}")
+    from project.checkpoint import LAST
+    from project.launch import run
+
     try:
         results = run(folder, train, share)
     except UserError as error:
@@ -152,7 +171,7 @@ def _way_on(folder: Path) -> str:
 
 def _status(stopped: Preempted) -> int:
     """An outside torchrun would start anew what ends otherwise than with 0."""
-    return 0 if dist.is_torchelastic_launched() else stopped.status
+    return 0 if outside.is_launched() else stopped.status
 
 
 def _register(sweepers: Sequence[type[GridSweeper]], work: Callable[..., int]) -> None:

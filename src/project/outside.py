@@ -7,8 +7,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-
-import torch.distributed as dist
+from typing import TYPE_CHECKING
 
 from project.console import say
 from project.errors import RankFailed
@@ -16,10 +15,20 @@ from project.failure import write_failed, write_report
 from project.secret import hidden
 from project.watchdog import SECONDS_BETWEEN, Watchdog
 
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+
+def is_launched() -> bool:
+    """Whether torchrun has started this process; what torch asks too, without importing it."""
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
 
 @functools.cache
-def store() -> dist.Store:
+def store() -> "dist.Store":
     """Where the ranks of an outside torchrun meet; in each attempt without what the last left."""
+    import torch.distributed as dist
+
     shared, _, _ = next(iter(dist.rendezvous("env://")))
     return dist.PrefixStore(f"attempt {os.environ['TORCHELASTIC_RESTART_COUNT']}", shared)
 
@@ -33,7 +42,7 @@ def announce(folder: Path) -> None:
 
 def restarted() -> Path | None:
     """The folder to go on in, if this is not the first attempt under an outside torchrun."""
-    path = _note() if dist.is_torchelastic_launched() else None
+    path = _note() if is_launched() else None
     if not path or not path.exists() or os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
         return None
     return Path(path.read_text())

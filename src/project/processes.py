@@ -2,7 +2,7 @@
 
 import contextlib
 import fcntl
-import multiprocessing
+import multiprocessing.forkserver
 import os
 import signal
 import threading
@@ -10,9 +10,7 @@ import time
 from collections.abc import Iterable, Iterator
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import NamedTuple
-
-from torch.multiprocessing import _prctl_pr_set_pdeathsig  # type: ignore[attr-defined]
+from typing import Any, NamedTuple
 
 
 class Rank(NamedTuple):
@@ -29,12 +27,27 @@ class Rank(NamedTuple):
     is_alive: bool
 
 
+def start_fork_server() -> None:
+    """Starts the process that ranks are forked from; it imports what they need."""
+    multiprocessing.forkserver.set_forkserver_preload(["project.preload"])
+    multiprocessing.forkserver.ensure_running()
+
+
+def end_fork_server() -> None:
+    """It would finish its imports first, and keep open the pipes that it was given."""
+    server: Any = multiprocessing.forkserver._forkserver  # type: ignore[attr-defined]
+    if server._forkserver_pid is not None:
+        os.kill(server._forkserver_pid, signal.SIGKILL)
+
+
 def end_with_parent() -> None:
     """From now on this process ends when its parent does, even by SIGKILL.
 
     A rank has two: the fork server, of whose end the kernel tells (by SIGINT, had torch its way,
     which is a request to stop here), and the process that launches, of whose end a pipe tells.
     """
+    from torch.multiprocessing import _prctl_pr_set_pdeathsig  # type: ignore[attr-defined]
+
     _prctl_pr_set_pdeathsig(signal.SIGKILL)
     parent = multiprocessing.parent_process()
     if parent is not None:

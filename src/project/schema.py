@@ -9,7 +9,6 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 from hydra.utils import get_object
 from omegaconf import DictConfig, OmegaConf
-from torch import Tensor
 
 from project.errors import UserError
 
@@ -147,4 +146,5 @@ def _fits(value: Any, hint: Any) -> bool:
         return value is None
     if hint in (str, bool):
         return isinstance(value, hint)
-    return hint is not Tensor  # YAML holds none; any other type may be made from a string, say
+    # YAML holds no tensor; any other type may be made from a string, say.
+    return getattr(hint, "__name__", "") != "Tensor"

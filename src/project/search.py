@@ -19,7 +19,6 @@ from project.console import say
 from project.errors import UserError
 from project.files import write_bytes
 from project.jobs import Files, is_written, read_job, write_job, write_pruned
-from project.parallel import Share
 from project.pruning import pruned
 from project.search_space import distribution
 from project.sweep import is_maximized
@@ -27,6 +26,8 @@ from project.sweeper import GridSweeper, Planned
 
 if TYPE_CHECKING:
     import optuna
+
+    from project.parallel import Share
 
 
 class OptunaSweeper(GridSweeper):
@@ -159,7 +160,7 @@ class OptunaSweeper(GridSweeper):
             write_job(job, words, files)
         return job, words
 
-    def run_one(self, job: Path, words: Sequence[str], share: Share | None = None) -> int:
+    def run_one(self, job: Path, words: Sequence[str], share: "Share | None" = None) -> int:
         """Runs a trial, and tells the study what came of it."""
         import optuna
 

@@ -8,24 +8,25 @@ import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch.distributed as dist
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.plugins.sweeper import Sweeper
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
-from project import signals
+from project import outside, signals
 from project.cli import MISTAKES, quoted, reason
 from project.console import say
 from project.errors import Preempted, UserError
 from project.files import write_bytes
 from project.folder import LOCK, in_use, read_results, shown
 from project.jobs import UNFINISHED, Files, is_composed, write_job
-from project.parallel import Share, num_at_once, run_at_once
 from project.sweep import summarise
+
+if TYPE_CHECKING:
+    from project.parallel import Share
 
 Planned = tuple[Path, list[str]]  # a job's folder, its words
 MANY = 40  # jobs, whose composition takes seconds
@@ -94,8 +95,10 @@ class GridSweeper(Sweeper):
             sys.exit(stopped or 1)
 
     def _check(self) -> None:
+        from project.parallel import num_at_once
+
         self._at_once = num_at_once(self._config.hydra.launcher)
-        if dist.is_torchelastic_launched():
+        if outside.is_launched():
             raise UserError("A sweep starts ranks of its own: python train.py -m ..., no torchrun.")
         if not isinstance(metric := self._config.optimized_metric, str):
             raise UserError(f"optimized_metric={metric} is not of type str.")
@@ -162,6 +165,8 @@ class GridSweeper(Sweeper):
         """Runs all jobs; 0, or the status with which a request to stop ended one."""
         count = min(self._at_once, self.num_jobs)
         if count > 1:
+            from project.parallel import Share, run_at_once
+
             share = Share(count)
             return run_at_once(jobs, count, lambda job: self.run_one(*job, share))
         for job, words in jobs:
@@ -172,7 +177,7 @@ class GridSweeper(Sweeper):
                 return Preempted(signals.asked()).status
         return 0
 
-    def run_one(self, job: Path, words: Sequence[str], share: Share | None = None) -> int:
+    def run_one(self, job: Path, words: Sequence[str], share: "Share | None" = None) -> int:
         """Runs a job, unless it is complete or cannot be composed; its exit status."""
         own = [word for word in words if word.partition("=")[0] in self._swept]
         say(f"job {job.name} of {self.num_jobs}: {' '.join(own or words)}")
