@@ -74,7 +74,7 @@ MUTANTS = {
         "task.py", "batch_idx, self.global_rank)", "batch_idx, 0)", WEIGHTS.format("dropout")
     ),
     "NumPy draws on": Mutant(
-        "task.py", "        np.random.seed(seed % 2**32)\n", "", WEIGHTS.format("dropout")
+        "seeds.py", "    np.random.seed(seed % 2**32)\n", "", WEIGHTS.format("dropout")
     ),
     "no averaging over the window": Mutant(
         "task.py",

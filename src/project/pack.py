@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import time
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
@@ -27,7 +28,7 @@ SECONDS_BETWEEN = 0.1  # two tries for a lock
 
 
 class PackedImages(Dataset):
-    """One split of a dataset, mapped from the files that `pack` wrote and nobody writes to.
+    """One split of a dataset, mapped read-only from the files that `pack` wrote.
 
     Attributes:
         images: (N, 3, H, W) uint8, mapped, so that all ranks share one copy in the page cache.
@@ -36,11 +37,11 @@ class PackedImages(Dataset):
     """
 
     def __init__(self, folder: Path) -> None:
-        # "c": torch takes no array that cannot be written; a write would be this process's own.
-        self.images = np.load(folder / "images.npy", mmap_mode="c")
-        self._pixels = torch.from_numpy(self.images)
+        self.images = np.load(folder / "images.npy", mmap_mode="r")
+        # "c": torch wants to be able to write. Not for images, since Linux puts such a mapping on
+        # the account of each rank: 30 GB were refused.
         self.labels = torch.from_numpy(np.load(folder / "labels.npy", mmap_mode="c"))
-        self._there: tuple[Tensor, Tensor] | None = None  # copies of both
+        self._there: tuple[Tensor, Tensor] | None = None  # copies of both on a device
         self.classes: list[str] = json.loads((folder / "classes.json").read_text("utf-8"))
 
     def __len__(self) -> int:
@@ -48,12 +49,17 @@ class PackedImages(Dataset):
 
     def __getitem__(self, index: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """A batch by index array (B,): images (B, 3, H, W) uint8, labels (B,), and the index."""
-        return self._pixels.index_select(0, index), self.labels[index], index
+        return torch.from_numpy(self.images[index.numpy()]), self.labels[index], index
 
     def on(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The same by rows on a device, whose memory holds a copy from then on (none on a CPU)."""
+        if rows.device.type == "cpu":
+            return self[rows]
         if self._there is None or self._there[0].device != rows.device:
-            self._there = self._pixels.to(rows.device), self.labels.to(rows.device)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # that the mapped array must not be written
+                images = torch.from_numpy(self.images).to(rows.device)
+            self._there = images, self.labels.to(rows.device)
         images, labels = self._there
         return images.index_select(0, rows), labels[rows], rows
 

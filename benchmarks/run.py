@@ -1,0 +1,44 @@
+"""Measures what README.md claims of speed, and prints its tables.
+
+python benchmarks/run.py                     all but `options`: a quarter of an hour on two cores
+python benchmarks/run.py --only overhead     one of them; --only options: what DDP's options bring
+
+Things that are compared alternate, A-B-A-B. Figures are medians, with the least and the most;
+ratios are taken repeat by repeat.
+"""
+
+import argparse
+from pathlib import Path
+
+from pipeline import growth, loader, memory
+from startup import startup
+from table import show
+from training import options, overhead, scaling, step
+
+from project.processes import start_fork_server
+
+ALL = {
+    "overhead": overhead,
+    "step": step,
+    "loader": loader,
+    "memory": memory,
+    "startup": startup,
+    "scaling": scaling,
+    "growth": growth,
+}
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--only", nargs="+", choices=[*ALL, "options"], default=[*ALL])
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--out", type=Path, default=Path("outputs/benchmarks"))
+    args = parser.parse_args()
+    start_fork_server()
+    for name in args.only:
+        show(name, (ALL | {"options": options})[name](args.repeats), args.out)
+
+
+if __name__ == "__main__":
+    main()

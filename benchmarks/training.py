@@ -1,0 +1,220 @@
+"""What a step costs: the overhead of the Trainer, and what devices and options bring."""
+
+import functools
+import json
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import arms
+import torch
+import torch.distributed as dist
+from arms import SMOOTHING, Arm, Batches
+from omegaconf import OmegaConf
+from table import Row, ratio
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from project.agent import run_ranks
+from project.model import SpeedNet
+
+TIMEOUT = 300.0
+ARMS = {"fixed": arms.fixed, "raw": arms.raw, "barebones": arms.barebones}
+ARMS |= {"usual": arms.usual, "ours": arms.ours}
+WORDS = {
+    "fixed": "forward, backward and step on one batch",
+    "raw": "raw DDP loop",
+    "barebones": "Trainer(barebones=True)",
+    "usual": "Trainer as templates use it: metrics and self.log each step",
+    "ours": "train.py, everything on",
+}
+
+
+def in_ranks(measure: Callable[..., dict[str, Any]], num_ranks: int, threads: int, **case: Any):
+    """What `measure(cfg, folder)` returns on rank 0 of so many ranks.
+
+    Args:
+        case: what it is told, by `cfg.case`.
+    """
+    trainer = {"accelerator": "cpu", "devices": num_ranks}
+    config = {"trainer": trainer, "launch": {"timeout": TIMEOUT}, "case": case}
+    environment = {"OMP_NUM_THREADS": str(threads)}  # given, they also leave the console alone
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / ".hydra").mkdir()
+        OmegaConf.save(OmegaConf.create(config), folder / ".hydra" / "config.yaml")
+        run_ranks(folder, measure, num_ranks, TIMEOUT, environment=environment)
+        return json.loads((folder / "results.json").read_text())
+
+
+def tiny() -> nn.Module:
+    """So small that only overhead is left."""
+    return nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 10))
+
+
+def speednet() -> nn.Module:
+    """The default network."""
+    return SpeedNet(10)
+
+
+NETS = {"tiny": (tiny, (32,)), "speednet": (speednet, (3, 32, 32))}
+
+
+def batches(case: Any) -> Batches:
+    """A rank's share of a global batch, drawn.
+
+    Args:
+        case: net, batch_size (global), steps, skipped.
+    """
+    generator = torch.Generator().manual_seed(0)
+    count = case.batch_size // dist.get_world_size()
+    drawn = [
+        (
+            torch.randn(count, *NETS[case.net][1], generator=generator),
+            torch.randint(10, (count,), generator=generator),
+            torch.arange(count),
+        )
+        for _ in range(2)
+    ]
+    return Batches(drawn, case.steps, case.skipped)
+
+
+def alternate(cfg: Any, folder: Path) -> dict[str, Any]:
+    """The arms of a case in turn, several times: seconds a step of each."""
+    found: dict[str, list[float]] = {name: [] for name in cfg.case.arms}
+    for _ in range(cfg.case.repeats):
+        for name in cfg.case.arms:
+            found[name].append(seconds(ARMS[name], cfg.case))
+    return found
+
+
+def seconds(arm: Arm, case: Any) -> float:
+    """Of a step, on a network of its own; the slowest rank's."""
+    torch.manual_seed(0)
+    timed = batches(case)
+    arm(NETS[case.net][0](), timed)
+    slowest = torch.tensor(timed.seconds)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    return slowest.item()
+
+
+def overhead(repeats: int) -> list[Row]:
+    """A network so small that only overhead is left: 64 × 32 numbers a rank, two layers."""
+    rows = []
+    for ranks in 1, 2:
+        case = {"net": "tiny", "batch_size": 64 * ranks, "steps": 1000, "skipped": 50}
+        found = in_ranks(alternate, ranks, 1, arms=[*ARMS], repeats=repeats, **case)
+        own = {
+            name: Row(f"{WORDS[name]}, {_ranks(ranks)}", "µs a step", [1e6 * t for t in times])
+            for name, times in found.items()
+            if name in ARMS
+        }
+        rows += own.values()
+        rows += [
+            _check(own, ranks),
+            ratio(f"ours / barebones, {_ranks(ranks)}", own["ours"], own["barebones"], 1.0),
+            ratio(f"ours / raw loop, {_ranks(ranks)}", own["ours"], own["raw"]),
+        ]
+    return rows
+
+
+def step(repeats: int) -> list[Row]:
+    """The default network, a global batch of 128."""
+    rows = []
+    for ranks in 1, 2:
+        case = {"net": "speednet", "batch_size": 128, "steps": 8, "skipped": 2}
+        found = in_ranks(
+            alternate, ranks, 1, arms=["fixed", "raw", "ours"], repeats=repeats, **case
+        )
+        own = {
+            name: Row(f"{WORDS[name]}, {_ranks(ranks)}", "ms a step", [1e3 * t for t in times])
+            for name, times in found.items()
+            if name in ARMS
+        }
+        rows += own.values()
+        rows += [
+            _check(own, ranks),
+            ratio(f"ours / raw loop, {_ranks(ranks)}", own["ours"], own["raw"], 1.02),
+        ]
+    return rows
+
+
+def _check(own: dict[str, Row], ranks: int) -> Row:
+    return ratio(f"raw loop / one batch, {_ranks(ranks)}", own["raw"], own["fixed"], 1.03)
+
+
+def _ranks(count: int) -> str:
+    return f"{count} rank{'s' if count > 1 else ''}"
+
+
+def scaling(repeats: int) -> list[Row]:
+    """train.py on two ranks of a thread each, and on one rank of two threads."""
+    case = {"net": "speednet", "batch_size": 128, "steps": 10, "skipped": 2}
+    ways = {"1 rank × 2 threads": (1, 2), "2 ranks × 1 thread": (2, 1)}
+    speeds: dict[str, list[float]] = {way: [] for way in ways}
+    for _ in range(repeats):
+        for way, (ranks, threads) in ways.items():
+            found = in_ranks(alternate, ranks, threads, arms=["ours"], repeats=1, **case)
+            speeds[way].append(128 / found["ours"][0])
+    one, two = (Row(way, "images/s", values) for way, values in speeds.items())
+    return [one, two, ratio("2 ranks / 1 rank", two, one, 0.95, at_least=True)]
+
+
+def _variant(net: nn.Module, batches: Batches, **options: Any) -> None:
+    """The raw loop with an option."""
+    wrap = {key: value for key, value in options.items() if key not in ("compile", "bf16", "fused")}
+    if wrap.pop("contiguous", False):
+        net.to(memory_format=torch.contiguous_format)
+    if options.get("compile"):
+        net.compile()
+    model = DistributedDataParallel(net, **wrap).train()
+    optimizer, scheduler = arms.optimized(net, len(batches))
+    if options.get("fused"):
+        for group in optimizer.param_groups:
+            group["fused"], group["foreach"] = True, False
+    for images, labels, _ in batches:
+        with torch.autocast("cpu", torch.bfloat16, enabled=options.get("bf16", False)):
+            loss = nn.functional.cross_entropy(model(images), labels, label_smoothing=SMOOTHING)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "gradient_as_bucket_view": {"gradient_as_bucket_view": True},
+    "static_graph": {"static_graph": True},
+    "broadcast_buffers=False": {"broadcast_buffers": False},
+    "fused SGD": {"fused": True},
+    "torch.compile": {"compile": True},
+    "bf16-mixed": {"bf16": True},
+    "contiguous, not channels_last": {"contiguous": True},
+}
+
+
+def tried(cfg: Any, folder: Path) -> dict[str, Any]:
+    """The raw loop and one option after the other, in turn."""
+    found: dict[str, list[float]] = {"raw": []} | {name: [] for name in OPTIONS}
+    for _ in range(cfg.case.repeats):
+        for name in found:
+            arm = functools.partial(_variant, **OPTIONS.get(name, {}))
+            found[name].append(seconds(arm, cfg.case))
+    return found
+
+
+def options(repeats: int) -> list[Row]:
+    """What options of DDP, optimizer, network and precision bring, on two ranks."""
+    rows = []
+    cases = {
+        "tiny": {"net": "tiny", "batch_size": 128, "steps": 1000, "skipped": 50},
+        "default": {"net": "speednet", "batch_size": 128, "steps": 8, "skipped": 2},
+    }
+    for net, case in cases.items():
+        found = in_ranks(tried, 2, 1, repeats=repeats, **case)
+        plain = Row(f"raw DDP loop, {net} network", "ms a step", [1e3 * t for t in found["raw"]])
+        rows.append(plain)
+        for name in OPTIONS:
+            with_it = Row(name, "ms a step", [1e3 * t for t in found[name]])
+            rows.append(ratio(f"{name} / without, {net} network", with_it, plain))
+    return rows
