@@ -25,6 +25,7 @@ REPOSITORY = Path(__file__).parents[1]
 sys.path.append(str(REPOSITORY))
 import train  # noqa: E402
 
+ON_GPU = torch.cuda.is_available()
 Batch = tuple[Tensor, Tensor, Tensor]
 SMOOTHING = 0.1  # of labels, in all arms
 
@@ -52,10 +53,17 @@ class Batches:
         began, last = 0.0, self.num_batches - 1  # after the last one Lightning asks for no more
         for number, batch in enumerate(itertools.islice(itertools.cycle(self.batches), last + 1)):
             if number == self.skipped:
-                began = time.perf_counter()
+                began = now()
             if number == last:
-                self.seconds = (time.perf_counter() - began) / (last - self.skipped)
+                self.seconds = (now() - began) / (last - self.skipped)
             yield batch
+
+
+def now() -> float:
+    """Seconds, when the device has done what it was asked to do so far."""
+    if ON_GPU:
+        torch.cuda.synchronize()
+    return time.perf_counter()
 
 
 Arm = Callable[[nn.Module, Batches], None]
@@ -67,12 +75,12 @@ def fixed(net: nn.Module, batches: Batches) -> None:
     (images, labels, _), began = batches.batches[0], 0.0
     for number in range(len(batches)):
         if number == batches.skipped:
-            began = time.perf_counter()
+            began = now()
         F.cross_entropy(model(images), labels, label_smoothing=SMOOTHING).backward()
         optimizer.step()
         optimizer.zero_grad()
         scheduler.step()
-    batches.seconds = (time.perf_counter() - began) / (len(batches) - batches.skipped)
+    batches.seconds = (now() - began) / (len(batches) - batches.skipped)
 
 
 def raw(net: nn.Module, batches: Batches) -> None:
@@ -87,8 +95,16 @@ def raw(net: nn.Module, batches: Batches) -> None:
 
 
 def _ready(net: nn.Module, steps: int) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
-    model = DistributedDataParallel(net)
+    model = wrapped(net)
     return model.train(), *optimized(net, steps)
+
+
+def wrapped(net: nn.Module, **options: Any) -> DistributedDataParallel:
+    """A replica, on the device of its rank."""
+    if not ON_GPU:
+        return DistributedDataParallel(net, **options)
+    device = torch.cuda.current_device()
+    return DistributedDataParallel(net.to(device), device_ids=[device], **options)
 
 
 def optimized(net: nn.Module, steps: int) -> tuple[torch.optim.Optimizer, Any]:
@@ -157,7 +173,7 @@ def usual(net: nn.Module, batches: Batches) -> None:
 def _trainer() -> dict[str, Any]:
     return {
         "strategy": "ddp",
-        "accelerator": "cpu",
+        "accelerator": "gpu" if ON_GPU else "cpu",
         "devices": torch.distributed.get_world_size(),
         "max_epochs": 1,
         "use_distributed_sampler": False,
@@ -172,7 +188,7 @@ def ours(net: nn.Module, batches: Batches) -> None:
         "model._target_=arms.Data.network",
         "~model.widths",
         "logger=[tensorboard,csv]",
-        "trainer=cpu",
+        f"trainer={'gpu' if ON_GPU else 'cpu'}",
         f"trainer.devices={torch.distributed.get_world_size()}",
         "trainer.max_epochs=1",
         f"label_smoothing={SMOOTHING}",

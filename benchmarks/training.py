@@ -10,11 +10,10 @@ from typing import Any
 import arms
 import torch
 import torch.distributed as dist
-from arms import SMOOTHING, Arm, Batches
+from arms import ON_GPU, SMOOTHING, Arm, Batches
 from omegaconf import OmegaConf
 from table import Row, ratio
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from project.agent import run_ranks
 from project.model import SpeedNet
@@ -37,7 +36,7 @@ def in_ranks(measure: Callable[..., dict[str, Any]], num_ranks: int, threads: in
     Args:
         case: what it is told, by `cfg.case`.
     """
-    trainer = {"accelerator": "cpu", "devices": num_ranks}
+    trainer = {"accelerator": "auto", "devices": num_ranks}
     config = {"trainer": trainer, "launch": {"timeout": TIMEOUT}, "case": case}
     environment = {"OMP_NUM_THREADS": str(threads)}  # given, they also leave the console alone
     with tempfile.TemporaryDirectory() as name:
@@ -58,6 +57,8 @@ def speednet() -> nn.Module:
     return SpeedNet(10)
 
 
+ON_CPUS = {"batch_size": 128, "steps": 8, "skipped": 2}
+ON_GPUS = {"batch_size": 1024, "steps": 200, "skipped": 20}
 NETS = {"tiny": (tiny, (32,)), "speednet": (speednet, (3, 32, 32))}
 
 
@@ -67,13 +68,14 @@ def batches(case: Any) -> Batches:
     Args:
         case: net, batch_size (global), steps, skipped.
     """
+    device = torch.device("cuda", torch.cuda.current_device()) if ON_GPU else torch.device("cpu")
     generator = torch.Generator().manual_seed(0)
     count = case.batch_size // dist.get_world_size()
     drawn = [
         (
-            torch.randn(count, *NETS[case.net][1], generator=generator),
-            torch.randint(10, (count,), generator=generator),
-            torch.arange(count),
+            torch.randn(count, *NETS[case.net][1], generator=generator).to(device),
+            torch.randint(10, (count,), generator=generator).to(device),
+            torch.arange(count).to(device),
         )
         for _ in range(2)
     ]
@@ -94,7 +96,7 @@ def seconds(arm: Arm, case: Any) -> float:
     torch.manual_seed(0)
     timed = batches(case)
     arm(NETS[case.net][0](), timed)
-    slowest = torch.tensor(timed.seconds)
+    slowest = torch.tensor(timed.seconds)  # on the CPU: by gloo
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
     return slowest.item()
 
@@ -102,8 +104,8 @@ def seconds(arm: Arm, case: Any) -> float:
 def overhead(repeats: int) -> list[Row]:
     """A network so small that only overhead is left: 64 × 32 numbers a rank, two layers."""
     rows = []
-    for ranks in 1, 2:
-        case = {"net": "tiny", "batch_size": 64 * ranks, "steps": 1000, "skipped": 50}
+    for ranks in worlds():
+        case = {"net": "tiny", "batch_size": 64 * ranks, "steps": 2000, "skipped": 50}
         found = in_ranks(alternate, ranks, 1, arms=[*ARMS], repeats=repeats, **case)
         own = {
             name: Row(f"{WORDS[name]}, {_ranks(ranks)}", "µs a step", [1e6 * t for t in times])
@@ -120,10 +122,10 @@ def overhead(repeats: int) -> list[Row]:
 
 
 def step(repeats: int) -> list[Row]:
-    """The default network, a global batch of 128."""
+    """The default network, a global batch of 128 on CPUs."""
     rows = []
-    for ranks in 1, 2:
-        case = {"net": "speednet", "batch_size": 128, "steps": 8, "skipped": 2}
+    for ranks in worlds():
+        case = {"net": "speednet"} | (ON_GPUS if ON_GPU else ON_CPUS)
         found = in_ranks(
             alternate, ranks, 1, arms=["fixed", "raw", "ours"], repeats=repeats, **case
         )
@@ -144,21 +146,34 @@ def _check(own: dict[str, Row], ranks: int) -> Row:
     return ratio(f"raw loop / one batch, {_ranks(ranks)}", own["raw"], own["fixed"], 1.03)
 
 
+def worlds() -> list[int]:
+    """Numbers of ranks to measure: one and two, as far as there are GPUs, if there are any."""
+    return [n for n in (1, 2) if n <= torch.cuda.device_count()] if ON_GPU else [1, 2]
+
+
 def _ranks(count: int) -> str:
     return f"{count} rank{'s' if count > 1 else ''}"
 
 
 def scaling(repeats: int) -> list[Row]:
-    """train.py on two ranks of a thread each, and on one rank of two threads."""
-    case = {"net": "speednet", "batch_size": 128, "steps": 10, "skipped": 2}
+    """train.py at one global batch: two ranks of a thread each over one of two; or 1, 2, 4 GPUs."""
+    case = {"net": "speednet"} | (ON_GPUS if ON_GPU else ON_CPUS)
     ways = {"1 rank × 2 threads": (1, 2), "2 ranks × 1 thread": (2, 1)}
-    speeds: dict[str, list[float]] = {way: [] for way in ways}
+    if ON_GPU:
+        counts = [n for n in (1, 2, 4) if n <= torch.cuda.device_count()]
+        ways = {f"{n} GPU{'s' if n > 1 else ''}": (n, 4) for n in counts}
+    rows = {way: Row(f"train.py, {way}", "images/s", []) for way in ways}
     for _ in range(repeats):
         for way, (ranks, threads) in ways.items():
             found = in_ranks(alternate, ranks, threads, arms=["ours"], repeats=1, **case)
-            speeds[way].append(128 / found["ours"][0])
-    one, two = (Row(way, "images/s", values) for way, values in speeds.items())
-    return [one, two, ratio("2 ranks / 1 rank", two, one, 0.95, at_least=True)]
+            rows[way].values.append(case["batch_size"] / found["ours"][0])
+    first, *others = rows.values()
+    reach = {} if ON_GPU else {"reach": 0.95, "at_least": True}
+    names = [*ways]
+    return [first, *others] + [
+        ratio(f"{name} / {names[0]}", row, first, **reach)
+        for name, row in zip(names[1:], others, strict=True)
+    ]
 
 
 def _variant(net: nn.Module, batches: Batches, **options: Any) -> None:
@@ -168,13 +183,13 @@ def _variant(net: nn.Module, batches: Batches, **options: Any) -> None:
         net.to(memory_format=torch.contiguous_format)
     if options.get("compile"):
         net.compile()
-    model = DistributedDataParallel(net, **wrap).train()
+    model = arms.wrapped(net, **wrap).train()
     optimizer, scheduler = arms.optimized(net, len(batches))
     if options.get("fused"):
         for group in optimizer.param_groups:
             group["fused"], group["foreach"] = True, False
     for images, labels, _ in batches:
-        with torch.autocast("cpu", torch.bfloat16, enabled=options.get("bf16", False)):
+        with torch.autocast(images.device.type, torch.bfloat16, enabled=options.get("bf16", False)):
             loss = nn.functional.cross_entropy(model(images), labels, label_smoothing=SMOOTHING)
         loss.backward()
         optimizer.step()
@@ -204,14 +219,14 @@ def tried(cfg: Any, folder: Path) -> dict[str, Any]:
 
 
 def options(repeats: int) -> list[Row]:
-    """What options of DDP, optimizer, network and precision bring, on two ranks."""
+    """What options of DDP, optimizer, network and precision bring, on two ranks if possible."""
     rows = []
     cases = {
         "tiny": {"net": "tiny", "batch_size": 128, "steps": 1000, "skipped": 50},
-        "default": {"net": "speednet", "batch_size": 128, "steps": 8, "skipped": 2},
+        "default": {"net": "speednet"} | (ON_GPUS if ON_GPU else ON_CPUS),
     }
     for net, case in cases.items():
-        found = in_ranks(tried, 2, 1, repeats=repeats, **case)
+        found = in_ranks(tried, max(worlds()), 1, repeats=repeats, **case)
         plain = Row(f"raw DDP loop, {net} network", "ms a step", [1e3 * t for t in found["raw"]])
         rows.append(plain)
         for name in OPTIONS:
