@@ -117,10 +117,10 @@ def loader(repeats: int) -> list[Row]:
             own.append(BATCH / a_batch)
             share.append(100 * a_batch / _step())
     rows = [
-        Row(f"PIL, a sample at a time, {workers} workers", "images/s", speeds)
+        Row(f"PIL, a sample at a time, {workers} loader workers", "images/s", speeds)
         for workers, speeds in theirs.items()
     ]
-    mine = Row("ours, whole batches, 0 workers", "images/s", own)
+    mine = Row("ours, whole batches, 0 loader workers", "images/s", own)
     rows += [mine, ratio("ours / PIL with 0 workers", mine, rows[0], 15, at_least=True)]
     return [*rows, Row("share of the default network's step", "%", share, 1.0)]
 

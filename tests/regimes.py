@@ -64,10 +64,6 @@ REGIMES = {
     "SGD, Nesterov, parameter groups": Regime(
         "--optimizer sgd --lr 0.05 --weight-decay 5e-4", "optimizer=sgd optimizer.lr=0.05"
     ),
-    "SGD, fused": Regime(
-        "--optimizer sgd --lr 0.05 --weight-decay 5e-4",
-        "optimizer=sgd optimizer.lr=0.05 +optimizer.fused=true",
-    ),
     "accumulation of 3": Regime(
         "--accumulate 3 --schedule linear --warmup 0.1",
         "trainer.accumulate_grad_batches=3 scheduler=linear logger=csv trainer.log_every_n_steps=1",

@@ -1,8 +1,6 @@
 """Callbacks that record what each rank saw and did."""
 
 import copy
-import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +9,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins import MixedPrecision
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from reference_ddp import Trace
 
@@ -133,54 +130,3 @@ class Matrix(Callback):
 
     def on_test_end(self, trainer: Any, pl_module: Any) -> None:
         torch.save(pl_module.confusion, trace_folder(trainer) / f"matrix-{trainer.global_rank}.pt")
-
-
-class HostReads(Callback):
-    """Leaves trace/reads-<rank>.json: after which steps Python asked a tensor for its value.
-
-    On a GPU it would have to wait for it.
-    """
-
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        self.mode = Reads(lambda: trainer.global_step)
-        self.mode.__enter__()
-
-    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        self.mode.__exit__(None, None, None)
-        path = trace_folder(trainer) / f"reads-{trainer.global_rank}.json"
-        path.write_text(json.dumps(sorted(self.mode.steps)))
-
-
-class Reads(TorchDispatchMode):
-    """Notes the step at each operation of which a GPU's host would wait for the result."""
-
-    WAITS = (
-        torch.ops.aten._local_scalar_dense,
-        torch.ops.aten.nonzero,
-        torch.ops.aten.masked_select,
-        torch.ops.aten.equal,
-        torch.ops.aten._unique2,
-    )
-
-    def __init__(self, step: Callable[[], int]) -> None:
-        super().__init__()
-        self.step, self.steps = step, set[int]()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.overloadpacket in self.WAITS:
-            self.steps.add(self.step())
-        return func(*args, **(kwargs or {}))
-
-
-class NoWaiting(Callback):
-    """On a GPU: a step that does not log fails if it waits for the device."""
-
-    def on_train_batch_end(
-        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        following = trainer.global_step + 1
-        is_quiet = trainer.global_step >= 2 and following % trainer.log_every_n_steps
-        torch.cuda.set_sync_debug_mode("error" if is_quiet else "default")
-
-    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        torch.cuda.set_sync_debug_mode("default")

@@ -21,7 +21,7 @@ from project.model import CNN
 from project.pack import PackedImages
 from project.task import Classifier
 
-READS = "+callbacks.reads._target_=step_trace.HostReads"
+READS = "+callbacks.reads._target_=reads.HostReads"
 
 
 @pytest.mark.parametrize("more", [[], ["data.on_device=true"], ["data.augment.cutout=8"]], ids=str)
@@ -29,7 +29,7 @@ def test_only_steps_that_log_read_what_the_device_has_computed(run_here, tmp_pat
     words = [*TINY, "trainer.log_every_n_steps=4", "trainer.max_epochs=2", "test=false"]
     folder = run_here(tmp_path / "run", *words, "data.augment.crop_padding=2", *more, READS)
     ends = {9, 12}  # of an epoch, and of the training
-    assert {*json.loads((folder / "trace/reads-0.json").read_text())} == {4, 8, 12} | ends
+    assert {*json.loads((folder / "reads-0.json").read_text())} == {4, 8, 12} | ends
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -37,7 +37,7 @@ def test_only_steps_that_log_read_what_the_device_has_computed(run_here, tmp_pat
 def test_on_a_gpu_other_steps_do_not_wait_for_it(run_here, tmp_path, on_device):
     words = [*TINY, "trainer=gpu", f"data.on_device={on_device}", "trainer.log_every_n_steps=50"]
     words += ["data.augment.crop_padding=2", "data.augment.cutout=8"]
-    words += ["+callbacks.quiet._target_=step_trace.NoWaiting"]
+    words += ["+callbacks.quiet._target_=reads.NoWaiting"]
     run_here(tmp_path / "run", *words)
     with pytest.raises(RuntimeError, match="synchronizing"):
         run_here(tmp_path / "reading", *words, "model._target_=toy.Reading")

@@ -35,8 +35,6 @@ def stratified_split(labels: Tensor, fraction: float, seed: int) -> tuple[Tensor
 class TrainBatches(Sampler[Tensor]):
     """A rank's batches of one epoch as index arrays, in the order of `DistributedSampler`.
 
-    That makes Python lists, which grow with the dataset; these are arrays.
-
     The union over ranks of an optimizer step's batches is the same slice of the same permutation
     on any number of ranks. What does not fill an optimizer step at the end of an epoch is dropped.
 
@@ -74,7 +72,7 @@ class TrainBatches(Sampler[Tensor]):
 
     def __iter__(self) -> Iterator[Tensor]:
         generator = torch.Generator().manual_seed(self.seed + self.epoch)
-        order = torch.randperm(len(self.indices), generator=generator)
+        order = torch.randperm(len(self.indices), generator=generator)  # theirs is a Python list
         order = order[self.rank :: self.world_size].clone()  # no rank keeps the others' share
         for batch in range(self.start, self.num_batches):
             yield self.indices[order[batch * self.local : (batch + 1) * self.local]]

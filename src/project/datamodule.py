@@ -38,8 +38,7 @@ class ImageDataModule(lightning.LightningDataModule):
         limit_train_images: train on no more than so many, evenly spaced; None for all.
         mean, std: per channel, of images in [0, 1].
         augment: what happens to training images.
-        on_device: keep the images in the memory of the training device, a copy a rank; row numbers
-            alone travel.
+        on_device: keep the images in the memory of each rank's device: row numbers alone travel.
         num_workers: loader processes a rank.
         pin_memory: page-locked batches, copied to a GPU while it computes.
         seed: of sample order and augmentation.
@@ -163,10 +162,8 @@ class ImageDataModule(lightning.LightningDataModule):
 
     def on_after_batch_transfer(self, batch: Batch | Tensor, dataloader_idx: int) -> Batch:
         """Normalises a batch on its device, and in training augments it."""
-        if isinstance(batch, Tensor):
-            packed = self.test_images if self._trainer.testing else self.train_images
-            batch = packed.on(batch)
-        images, labels, rows = batch
+        packed = self.test_images if self._trainer.testing else self.train_images
+        images, labels, rows = packed.on(batch) if isinstance(batch, Tensor) else batch
         dtype = self._trainer.lightning_module.dtype  # float32, unless trainer.precision is "true"
         if not self._trainer.training:
             return normalise(images, self.mean, self.std).to(dtype), labels, rows
