@@ -67,6 +67,7 @@ def data_module(root: Path) -> ImageDataModule:
         accumulate_grad_batches=1,
         fit_loop=SimpleNamespace(**vars(loop), epoch_loop=SimpleNamespace(batch_progress=progress)),
         training=True,
+        testing=False,
         current_epoch=0,
         lightning_module=SimpleNamespace(dtype=torch.float32),
     )

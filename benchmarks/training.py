@@ -157,7 +157,7 @@ def _ranks(count: int) -> str:
 
 def scaling(repeats: int) -> list[Row]:
     """train.py at one global batch: two ranks of a thread each over one of two; or 1, 2, 4 GPUs."""
-    case = {"net": "speednet"} | (ON_GPUS if ON_GPU else ON_CPUS)
+    case = {"net": "speednet"} | (ON_GPUS if ON_GPU else {**ON_CPUS, "steps": 24})
     ways = {"1 rank × 2 threads": (1, 2), "2 ranks × 1 thread": (2, 1)}
     if ON_GPU:
         counts = [n for n in (1, 2, 4) if n <= torch.cuda.device_count()]
@@ -191,9 +191,9 @@ def _variant(net: nn.Module, batches: Batches, **options: Any) -> None:
     for images, labels, _ in batches:
         with torch.autocast(images.device.type, torch.bfloat16, enabled=options.get("bf16", False)):
             loss = nn.functional.cross_entropy(model(images), labels, label_smoothing=SMOOTHING)
+        optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        optimizer.zero_grad()
         scheduler.step()
 
 

@@ -46,6 +46,7 @@ ELSEWHERE = {
     "pytest -m faults": "CI",
     "pytest -m faults_all -s": "the table of docs/reliability.md",  # template only
     "python benchmarks/chaos.py": "the figures of README.md",  # template only
+    "python benchmarks/run.py": "the figures of README.md and docs/speed.md",  # template only
     "python benchmarks/agreement.py": "those of docs/reliability.md",  # template only
     "torchrun --signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGUSR1 ...": (
         "test_torchruns_ranks_save_and_are_not_started_again"
