@@ -46,10 +46,12 @@ def startup(repeats: int) -> list[Row]:
     rows = {what: Row(what, "s", values) for what, values in times.items()}
     torch_, help_, cfg, raw, ours, job = rows.values()
     job.what, job.reach = "second job of a sweep, start to end, one step on 2 ranks", 3.0
-    over_torch = [
-        ratio(f"{row.what.split()[-1]} / import torch", row, torch_, 1 / 3) for row in (help_, cfg)
+    return [
+        *rows.values(),
+        ratio("--help / import torch", help_, torch_, 1 / 3),
+        ratio("--cfg job / import torch", cfg, torch_, 1 / 3),
+        ratio("first step, train.py / raw", ours, raw, 0.9),
     ]
-    return [*rows.values(), *over_torch, ratio("first step, train.py / raw", ours, raw, 0.9)]
 
 
 def draw_images(root: Path) -> None:
