@@ -46,6 +46,8 @@ ELSEWHERE = {
     "pytest -m faults": "CI",
     "pytest -m faults_all -s": "the table of docs/reliability.md",  # template only
     "python benchmarks/chaos.py": "the figures of README.md",  # template only
+    'python -c "import torch"': "a yardstick of docs/speed.md",  # template only
+    "python train.py --cfg job": "test_questions_about_the_config_import_no_torch",  # template only
     "python benchmarks/run.py": "the figures of README.md and docs/speed.md",  # template only
     "python benchmarks/agreement.py": "those of docs/reliability.md",  # template only
     "torchrun --signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGUSR1 ...": (
