@@ -78,10 +78,11 @@ def show(name: str, rows: Sequence[Row], folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / f"{name}.csv").open("w", newline="") as file:
         writer = csv.writer(file)
-        writer.writerow(["what", "unit", "median", "to_reach", "values"])
+        writer.writerow(["what", "unit", "median", "to_reach", "at_least", "values"])
         for row in rows:
             values = " ".join(f"{value:.6g}" for value in row.values)
-            writer.writerow([row.what, row.unit, f"{row.median:.6g}", row.reach, values])
+            goal = [row.reach, row.at_least]
+            writer.writerow([row.what, row.unit, f"{row.median:.6g}", *goal, values])
     draw(name, rows).savefig(folder / f"{name}.png", dpi=110, bbox_inches="tight")
 
 

@@ -16,7 +16,8 @@ from hooks.rename import PACKAGE, renamed, renamed_path
 # What makes the template a template.
 TEMPLATE_ONLY = ["cookiecutter.json", "hooks", "{{cookiecutter.__folder}}", "README.md", "LICENSE"]
 TEMPLATE_ONLY += ["docs/cifar10.png", "tests/test_copy.py", "tests/test_front_page.py"]
-TEMPLATE_ONLY += ["benchmarks", "docs/reliability.md", "docs/speed.md"]
+TEMPLATE_ONLY += ["benchmarks", "tests/test_benchmarks.py"]
+TEMPLATE_ONLY += ["docs/reliability.md", "docs/speed.md"]
 # Parts that a project can do without.
 PARTS = {
     "keep_parity": [
