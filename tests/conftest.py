@@ -8,6 +8,7 @@ import pickle
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ from train import train
 
 from laws import composed
 
+from project.augment import Augment
+from project.datamodule import ImageDataModule
 from project.launch import run
 from project.sources import shapes
 
@@ -48,6 +51,23 @@ TINY = [
     "optimizer.lr=0.1",
 ]
 
+# Of a data module.
+DATA: dict[str, Any] = {
+    "image_size": 32,
+    "batch_size": 30,
+    "eval_batch_size": 16,
+    "val_fraction": 0.1,
+    "split_seed": 0,
+    "limit_train_images": None,
+    "mean": (0.5, 0.5, 0.5),
+    "std": (0.25, 0.25, 0.25),
+    "augment": Augment(crop_padding=4, flip=True),
+    "on_device": False,
+    "num_workers": 0,
+    "pin_memory": False,
+    "seed": 0,
+}
+
 Run = subprocess.CompletedProcess[str]
 
 
@@ -65,6 +85,14 @@ def outcome(folder: Path) -> dict[str, Any]:
 def history(folder: Path) -> list[dict[str, str]]:
     with (folder / "metrics.csv").open() as file:
         return list(csv.DictReader(file))
+
+
+@pytest.fixture(scope="module")
+def make_data(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., ImageDataModule]:
+    """Makes the data of 200 drawn images, with changes."""
+    root = tmp_path_factory.mktemp("shapes")
+    source = partial(shapes, num_train=200, num_test=101, seed=0)
+    return lambda **changes: ImageDataModule(source, str(root), **DATA | changes)
 
 
 @pytest.fixture(scope="session")

@@ -13,7 +13,7 @@ from lightning.pytorch.profilers import SimpleProfiler
 from lightning.pytorch.utilities import grad_norm
 
 from conftest import TINY
-from test_task import make_data, make_trainer  # noqa: F401
+from test_task import make_trainer
 
 from project import upstream
 from project.data import TrainBatches
@@ -105,7 +105,7 @@ def of(kind: type[Classifier], **changes: Any) -> Classifier:
 
 
 @pytest.mark.filterwarnings("ignore:You have overridden `on_before_batch_transfer`")
-def test_hooks_of_ones_own_are_called(make_data, tmp_path):  # noqa: F811
+def test_hooks_of_ones_own_are_called(make_data, tmp_path):
     called, task, logger = Called(), of(Hooked), CSVLogger(tmp_path)
     settings = {"callbacks": [called, Takes()], "logger": logger, "log_every_n_steps": 1}
     make_trainer(max_epochs=1, **settings).fit(task, datamodule=make_data())
@@ -117,7 +117,7 @@ def test_hooks_of_ones_own_are_called(make_data, tmp_path):  # noqa: F811
     assert [float(value) for value in logged if value] == [0, 1, 2, 3, 4, 5]
 
 
-def test_a_step_may_do_without_its_number(make_data):  # noqa: F811
+def test_a_step_may_do_without_its_number(make_data):
     nets = []
     for kind in Classifier, Numberless:
         task = of(kind)
@@ -126,14 +126,14 @@ def test_a_step_may_do_without_its_number(make_data):  # noqa: F811
     assert all(torch.equal(nets[0][name], nets[1][name]) for name in nets[0])
 
 
-def test_a_profiler_of_ones_own_is_asked(make_data):  # noqa: F811
+def test_a_profiler_of_ones_own_is_asked(make_data):
     profiler = SimpleProfiler()
     trainer = make_trainer(max_epochs=1, profiler=profiler, callbacks=[Takes()])
     trainer.fit(of(Classifier), datamodule=make_data())
     assert len(profiler.recorded_durations["run_training_batch"]) == 6
 
 
-def test_clipping_asked_of_the_trainer_clips(make_data):  # noqa: F811
+def test_clipping_asked_of_the_trainer_clips(make_data):
     class Norms(lightning.Callback):
         def on_before_zero_grad(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
             if trainer.global_step:  # gradients of the step before

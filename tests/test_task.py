@@ -13,8 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from conftest import DATA
+
 from project import progress, sources
-from project.augment import Augment, normalise
+from project.augment import normalise
 from project.datamodule import ImageDataModule
 from project.errors import UserError
 from project.losses import Confusion, EpochSums
@@ -23,29 +25,6 @@ from project.optim import warmup_then_decay
 from project.progress import Progress
 from project.seeds import seed_generators
 from project.task import Classifier
-
-SETTINGS: dict[str, Any] = {
-    "image_size": 32,
-    "batch_size": 30,
-    "eval_batch_size": 16,
-    "val_fraction": 0.1,
-    "split_seed": 0,
-    "limit_train_images": None,
-    "mean": (0.5, 0.5, 0.5),
-    "std": (0.25, 0.25, 0.25),
-    "augment": Augment(crop_padding=4, flip=True),
-    "on_device": False,
-    "num_workers": 0,
-    "pin_memory": False,
-    "seed": 0,
-}
-
-
-@pytest.fixture(scope="module")
-def make_data(tmp_path_factory):
-    root = tmp_path_factory.mktemp("shapes")
-    source = partial(sources.shapes, num_train=200, num_test=101, seed=0)
-    return lambda **changes: ImageDataModule(source, str(root), **SETTINGS | changes)
 
 
 def make_task(net: nn.Module | None = None, seed: int = 0) -> Classifier:
@@ -108,7 +87,7 @@ def test_train_and_test_of_different_classes_are_refused(tmp_path):
         return listing._replace(classes=[f"{name} {split}" for name in listing.classes])
 
     with pytest.raises(UserError, match=r"differ in classes .*disc test"):
-        ImageDataModule(source, str(tmp_path), **SETTINGS).test_images  # noqa: B018
+        ImageDataModule(source, str(tmp_path), **DATA).test_images  # noqa: B018
 
 
 def test_a_missing_test_split_shows_before_the_training(tmp_path):
@@ -116,7 +95,7 @@ def test_a_missing_test_split_shows_before_the_training(tmp_path):
         count = {"train": 200, "test": 0}[split]
         return sources.shapes(root, split, image_size, num_train=count, num_test=count, seed=0)
 
-    data = ImageDataModule(source, str(tmp_path), **SETTINGS)
+    data = ImageDataModule(source, str(tmp_path), **DATA)
     data.open(test=False)
     with pytest.raises(UserError, match="no test images"):
         data.open(test=True)
