@@ -37,13 +37,17 @@ class Batches:
         batches: images, labels and rows of each.
         num_batches: of an epoch.
         skipped: batches after which the clock begins to run: the first ones allocate.
+        log_every: steps, for those that log.
 
     Attributes:
         seconds: of a step.
     """
 
-    def __init__(self, batches: Sequence[Batch], num_batches: int, skipped: int) -> None:
+    def __init__(
+        self, batches: Sequence[Batch], num_batches: int, skipped: int, log_every: int
+    ) -> None:
         self.batches, self.num_batches, self.skipped = batches, num_batches, skipped
+        self.log_every = log_every
         self.seconds = float("nan")
 
     def __len__(self) -> int:
@@ -143,7 +147,7 @@ class Usual(Bare):
 
     def __init__(self, net: nn.Module, steps: int) -> None:
         super().__init__(net, steps)
-        self.loss, self.accuracy = MeanMetric(), MulticlassAccuracy(10)
+        self.loss, self.accuracy = MeanMetric(), MulticlassAccuracy(10, average="micro")
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """The loss."""
@@ -170,6 +174,7 @@ def usual(net: nn.Module, batches: Batches) -> None:
             logger=[TensorBoardLogger(folder), CSVLogger(folder)],
             callbacks=[ModelCheckpoint(folder), TQDMProgressBar()],
             enable_model_summary=False,
+            log_every_n_steps=batches.log_every,
             **_trainer(),
         )
         trainer.fit(Usual(net, len(batches)), batches)
@@ -196,6 +201,7 @@ def ours(net: nn.Module, batches: Batches) -> None:
         f"trainer={'gpu' if ON_GPU else 'cpu'}",
         f"trainer.devices={torch.distributed.get_world_size()}",
         "trainer.max_epochs=1",
+        f"trainer.log_every_n_steps={batches.log_every}",
         f"label_smoothing={SMOOTHING}",
         "optimizer.lr=0.01",
         "test=false",

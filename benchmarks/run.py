@@ -31,9 +31,10 @@ ALL = {
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--only", nargs="+", choices=[*ALL, "options"], default=[*ALL])
-    parser.add_argument("--repeats", type=int, default=5, choices=range(1, 100), metavar="N")
-    parser.add_argument("--out", type=Path, default=Path("outputs/benchmarks"))
+    add, counts = parser.add_argument, range(1, 100)
+    add("--only", nargs="+", choices=[*ALL, "options"], default=[*ALL], help="all but options")
+    add("--repeats", type=int, default=5, choices=counts, metavar="N", help="1 to 99, if not 5")
+    add("--out", type=Path, default=Path("outputs/benchmarks"), help="folder of CSV and PNG")
     args = parser.parse_args()
     start_fork_server()
     for name in args.only:

@@ -18,36 +18,28 @@ NUM_IMAGES = 2000
 
 def startup(repeats: int) -> list[Row]:
     """Answers of Hydra, the first step on two ranks, and the second job of a sweep."""
-    questions = {
-        'python -c "import torch"': ["-c", "import torch"],
-        "python train.py --help": [TRAIN, "--help"],
-        "python train.py --cfg job": [TRAIN, "--cfg", "job"],
-    }
-    firsts = {
-        "first step of the raw program under torchrun, 2 ranks": "raw",
-        "first step of train.py, 2 ranks": "ours",
-    }
-    times: dict[str, list[float]] = {what: [] for what in [*questions, *firsts, "job"]}
+    torch_ = Row('python -c "import torch"', "s", [])
+    help_, cfg = (Row(f"python train.py {word}", "s", []) for word in ("--help", "--cfg job"))
+    raw = Row("first step of the raw program under torchrun, 2 ranks", "s", [])
+    ours = Row("first step of train.py, 2 ranks", "s", [])
+    job = Row("second job of a sweep, start to end, one step on 2 ranks", "s", [], 3.0)
     with tempfile.TemporaryDirectory() as name:
         root = Path(name)
         draw_images(root / "images")
-        programs = {"raw": _raw(root), "ours": _ours(root)}
-        for program, line in programs.values():
-            seconds_to(line, program, root)  # once before: caches, and our pack of the images
+        (raw_words, raw_line), (our_words, our_line) = _raw(root), _ours(root)
+        for words in raw_words, our_words:
+            times_of([], words, root)  # once before: caches, and our pack of the images
         for _ in range(repeats):
-            for what, words in questions.items():
-                times[what].append(seconds_to("", words, root))
-            for what, program in firsts.items():
-                words, line = programs[program]
-                times[what].append(seconds_to(line, words, root))
-            sweep = [*_ours(root)[0], "seed=0,1,2", "-m"]
-            first, second = (seconds_to(f"job {n} of 3", sweep, root) for n in (1, 2))
-            times["job"].append(second - first)
-    rows = {what: Row(what, "s", values) for what, values in times.items()}
-    torch_, help_, cfg, raw, ours, job = rows.values()
-    job.what, job.reach = "second job of a sweep, start to end, one step on 2 ranks", 3.0
+            for row, words in (torch_, ["-c", "import torch"]), (help_, [TRAIN, "--help"]):
+                row.values += times_of([], words, root)
+            cfg.values += times_of([], [TRAIN, "--cfg", "job"], root)
+            raw.values += times_of([raw_line], raw_words, root)[:1]
+            ours.values += times_of([our_line], our_words, root)[:1]
+            sweep = [*our_words, "seed=0,1,2", "-m"]
+            second, third, _ = times_of(["job 1 of 3", "job 2 of 3"], sweep, root)
+            job.values.append(third - second)
     return [
-        *rows.values(),
+        *(torch_, help_, cfg, raw, ours, job),
         ratio("--help / import torch", help_, torch_, 1 / 3),
         ratio("--cfg job / import torch", cfg, torch_, 1 / 3),
         ratio("first step, train.py / raw", ours, raw, 0.9),
@@ -79,9 +71,9 @@ def _ours(root: Path) -> tuple[list[str], str]:
     return [TRAIN, *words.split()], r"step 1/"
 
 
-def seconds_to(line: str, words: list[str], folder: Path) -> float:
-    """From the command to the line of its output that matches; without one, to its end."""
-    began, found = time.perf_counter(), None
+def times_of(lines: list[str], words: list[str], folder: Path) -> list[float]:
+    """Seconds from the command to each line of its output that matches, in their order; its end."""
+    began, times, said = time.perf_counter(), list[float](), ""
     with subprocess.Popen(
         [sys.executable, *words],
         cwd=folder,
@@ -89,11 +81,10 @@ def seconds_to(line: str, words: list[str], folder: Path) -> float:
         stderr=subprocess.STDOUT,
         text=True,
     ) as process:
-        said = ""
         for text in process.stdout or ():
             said += text
-            if line and found is None and re.search(line, text):
-                found = time.perf_counter() - began
-    if process.returncode or (line and found is None):
+            if len(times) < len(lines) and re.search(lines[len(times)], text):
+                times.append(time.perf_counter() - began)
+    if process.returncode or len(times) < len(lines):
         raise SystemExit(f"{' '.join(words)} ended with {process.returncode}:\n{said}")
-    return found or time.perf_counter() - began
+    return [*times, time.perf_counter() - began]

@@ -30,13 +30,19 @@ WORDS = {
 }
 
 
-def in_ranks(measure: Callable[..., dict[str, Any]], num_ranks: int, threads: int, **case: Any):
+def in_ranks(
+    measure: Callable[..., dict[str, Any]],
+    num_ranks: int,
+    threads: int,
+    accelerator: str = "auto",
+    **case: Any,
+) -> dict[str, Any]:
     """What `measure(cfg, folder)` returns on rank 0 of so many ranks.
 
     Args:
         case: what it is told, by `cfg.case`.
     """
-    trainer = {"accelerator": "auto", "devices": num_ranks}
+    trainer = {"accelerator": accelerator, "devices": num_ranks}
     config = {"trainer": trainer, "launch": {"timeout": TIMEOUT}, "case": case}
     environment = {"OMP_NUM_THREADS": str(threads)}  # given, they also leave the console alone
     with tempfile.TemporaryDirectory() as name:
@@ -44,7 +50,8 @@ def in_ranks(measure: Callable[..., dict[str, Any]], num_ranks: int, threads: in
         (folder / ".hydra").mkdir()
         OmegaConf.save(OmegaConf.create(config), folder / ".hydra" / "config.yaml")
         run_ranks(folder, measure, num_ranks, TIMEOUT, environment=environment)
-        return json.loads((folder / "results.json").read_text())
+        results = json.loads((folder / "results.json").read_text())
+    return {name: value for name, value in results.items() if name not in ("status", "seconds")}
 
 
 def tiny() -> nn.Module:
@@ -57,8 +64,8 @@ def speednet() -> nn.Module:
     return SpeedNet(10)
 
 
-ON_CPUS = {"batch_size": 128, "steps": 8, "skipped": 2}
-ON_GPUS = {"batch_size": 1024, "steps": 200, "skipped": 20}
+ON_CPUS: dict[str, Any] = {"batch_size": 128, "steps": 14, "skipped": 2, "log_every": 2}
+ON_GPUS: dict[str, Any] = {"batch_size": 1024, "steps": 220, "skipped": 20, "log_every": 50}
 NETS = {"tiny": (tiny, (32,)), "speednet": (speednet, (3, 32, 32))}
 
 
@@ -66,7 +73,7 @@ def batches(case: Any) -> Batches:
     """A rank's share of a global batch, drawn.
 
     Args:
-        case: net, batch_size (global), steps, skipped.
+        case: net, batch_size (global), steps, skipped, log_every.
     """
     device = torch.device("cuda", torch.cuda.current_device()) if ON_GPU else torch.device("cpu")
     generator = torch.Generator().manual_seed(0)
@@ -79,15 +86,18 @@ def batches(case: Any) -> Batches:
         )
         for _ in range(2)
     ]
-    return Batches(drawn, case.steps, case.skipped)
+    return Batches(drawn, case.steps, case.skipped, case.log_every)
 
 
 def alternate(cfg: Any, folder: Path) -> dict[str, Any]:
-    """The arms of a case in turn, several times: seconds a step of each."""
-    found: dict[str, list[float]] = {name: [] for name in cfg.case.arms}
-    for _ in range(cfg.case.repeats):
-        for name in cfg.case.arms:
-            found[name].append(seconds(ARMS[name], cfg.case))
+    """The arms of a case in turn, each time another one first: seconds a step of each."""
+    names = [*cfg.case.arms]
+    found: dict[str, list[float]] = {name: [] for name in names}
+    for number in range(cfg.case.repeats):
+        for place in range(len(names)):
+            name = names[(number + place) % len(names)]
+            arm = ARMS.get(name) or functools.partial(variant, **OPTIONS[name])
+            found[name].append(seconds(arm, cfg.case))
     return found
 
 
@@ -103,47 +113,39 @@ def seconds(arm: Arm, case: Any) -> float:
 
 def overhead(repeats: int) -> list[Row]:
     """A network so small that only overhead is left: 64 × 32 numbers a rank, two layers."""
-    rows = []
-    for ranks in worlds():
-        case = {"net": "tiny", "batch_size": 64 * ranks, "steps": 2000, "skipped": 50}
-        found = in_ranks(alternate, ranks, 1, arms=[*ARMS], repeats=repeats, **case)
-        own = {
-            name: Row(f"{WORDS[name]}, {_ranks(ranks)}", "µs a step", [1e6 * t for t in times])
-            for name, times in found.items()
-            if name in ARMS
-        }
-        rows += own.values()
-        rows += [
-            _check(own, ranks),
-            ratio(f"ours / barebones, {_ranks(ranks)}", own["ours"], own["barebones"], 1.0),
-            ratio(f"ours / raw loop, {_ranks(ranks)}", own["ours"], own["raw"]),
-        ]
-    return rows
+    case: dict[str, Any] = {"net": "tiny", "steps": 2000, "skipped": 50, "log_every": 50}
+    return [
+        row
+        for ranks in worlds()
+        for row in _arms(repeats, ranks, "barebones", 1.0, batch_size=64 * ranks, **case)
+    ]
 
 
 def step(repeats: int) -> list[Row]:
-    """The default network, a global batch of 128 on CPUs."""
-    rows = []
-    for ranks in worlds():
-        case = {"net": "speednet"} | (ON_GPUS if ON_GPU else ON_CPUS)
-        found = in_ranks(
-            alternate, ranks, 1, arms=["fixed", "raw", "ours"], repeats=repeats, **case
-        )
-        own = {
-            name: Row(f"{WORDS[name]}, {_ranks(ranks)}", "ms a step", [1e3 * t for t in times])
-            for name, times in found.items()
-            if name in ARMS
-        }
-        rows += own.values()
-        rows += [
-            _check(own, ranks),
-            ratio(f"ours / raw loop, {_ranks(ranks)}", own["ours"], own["raw"], 1.02),
-        ]
-    return rows
+    """The default network, a global batch of 128 on CPUs, a thread a rank."""
+    case: dict[str, Any] = {"net": "speednet"} | (ON_GPUS if ON_GPU else ON_CPUS)
+    return [row for ranks in worlds() for row in _arms(repeats, ranks, "raw", 1.02, **case)]
 
 
-def _check(own: dict[str, Row], ranks: int) -> Row:
-    return ratio(f"raw loop / one batch, {_ranks(ranks)}", own["raw"], own["fixed"], 1.03)
+def _arms(repeats: int, ranks: int, yardstick: str, reach: float, **case: Any) -> list[Row]:
+    """All arms, what they cost more than the raw loop, and ours over one of them."""
+    found = in_ranks(alternate, ranks, 1, arms=[*ARMS], repeats=repeats, **case)
+    where = f"{ranks} rank{'s' if ranks > 1 else ''}"
+    rows = {
+        name: Row(f"{words}, {where}", "ms a step", [1e3 * t for t in found[name]])
+        for name, words in WORDS.items()
+    }
+    extra = [a - b for a, b in zip(rows["ours"].values, rows["raw"].values, strict=True)]
+    return [
+        *rows.values(),
+        ratio(f"raw loop / one batch, {where}", rows["raw"], rows["fixed"], 1.03),
+        Row(f"ours - raw loop, {where}", "ms a step", extra),
+        *(
+            ratio(f"{name} / raw loop, {where}", rows[name], rows["raw"])
+            for name in ("barebones", "usual")
+        ),
+        ratio(f"ours / {yardstick}, {where}", rows["ours"], rows[yardstick], reach),
+    ]
 
 
 def worlds() -> list[int]:
@@ -151,13 +153,9 @@ def worlds() -> list[int]:
     return [n for n in (1, 2) if n <= torch.cuda.device_count()] if ON_GPU else [1, 2]
 
 
-def _ranks(count: int) -> str:
-    return f"{count} rank{'s' if count > 1 else ''}"
-
-
 def scaling(repeats: int) -> list[Row]:
     """train.py at one global batch: two ranks of a thread each over one of two; or 1, 2, 4 GPUs."""
-    case = {"net": "speednet"} | (ON_GPUS if ON_GPU else {**ON_CPUS, "steps": 24})
+    case: dict[str, Any] = {"net": "speednet"} | (ON_GPUS if ON_GPU else {**ON_CPUS, "steps": 26})
     ways = {"1 rank × 2 threads": (1, 2), "2 ranks × 1 thread": (2, 1)}
     if ON_GPU:
         counts = [n for n in (1, 2, 4) if n <= torch.cuda.device_count()]
@@ -176,7 +174,7 @@ def scaling(repeats: int) -> list[Row]:
     ]
 
 
-def _variant(net: nn.Module, batches: Batches, **options: Any) -> None:
+def variant(net: nn.Module, batches: Batches, **options: Any) -> None:
     """The raw loop with an option."""
     wrap = {key: value for key, value in options.items() if key not in ("compile", "bf16", "fused")}
     if wrap.pop("contiguous", False):
@@ -198,6 +196,7 @@ def _variant(net: nn.Module, batches: Batches, **options: Any) -> None:
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
+    "nothing": {},
     "gradient_as_bucket_view": {"gradient_as_bucket_view": True},
     "static_graph": {"static_graph": True},
     "broadcast_buffers=False": {"broadcast_buffers": False},
@@ -208,28 +207,14 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def tried(cfg: Any, folder: Path) -> dict[str, Any]:
-    """The raw loop and one option after the other, in turn."""
-    found: dict[str, list[float]] = {"raw": []} | {name: [] for name in OPTIONS}
-    for _ in range(cfg.case.repeats):
-        for name in found:
-            arm = functools.partial(_variant, **OPTIONS.get(name, {}))
-            found[name].append(seconds(arm, cfg.case))
-    return found
-
-
 def options(repeats: int) -> list[Row]:
     """What options of DDP, optimizer, network and precision bring, on two ranks if possible."""
-    rows = []
-    cases = {
-        "tiny": {"net": "tiny", "batch_size": 128, "steps": 1000, "skipped": 50},
-        "default": {"net": "speednet"} | (ON_GPUS if ON_GPU else ON_CPUS),
-    }
-    for net, case in cases.items():
-        found = in_ranks(tried, max(worlds()), 1, repeats=repeats, **case)
-        plain = Row(f"raw DDP loop, {net} network", "ms a step", [1e3 * t for t in found["raw"]])
-        rows.append(plain)
-        for name in OPTIONS:
-            with_it = Row(name, "ms a step", [1e3 * t for t in found[name]])
-            rows.append(ratio(f"{name} / without, {net} network", with_it, plain))
-    return rows
+    case: dict[str, Any] = {"net": "speednet"} | (ON_GPUS if ON_GPU else ON_CPUS)
+    names = ["raw", *OPTIONS]
+    found = in_ranks(alternate, max(worlds()), 1, arms=names, repeats=repeats, **case)
+    rows = {name: Row(name, "ms a step", [1e3 * t for t in found[name]]) for name in names}
+    rows["raw"].what = "raw DDP loop"
+    return [
+        rows["raw"],
+        *(ratio(f"with {name} / without", rows[name], rows["raw"]) for name in OPTIONS),
+    ]

@@ -19,6 +19,7 @@ from project import outside, signals
 from project.cli import asks_to_run, closing_table, explained, quoted
 from project.console import flush_streams, open_streams, say
 from project.errors import Preempted, RankFailed, UserError
+from project.failure import write_preempted
 from project.folder import in_use, read_results, shown
 from project.processes import end_fork_server, start_fork_server
 from project.search import OptunaSweeper
@@ -74,16 +75,16 @@ def _start(main: Callable[..., Any], train: "Train") -> None:
             if not outside.store().check(["folder"]):
                 outside.store().set("folder", "")
     elif name := outside.store().get("folder").decode():
-        from project.launch import run_outside
-
+        with signals.held():
+            from project.launch import run_outside
         run_outside(Path(name), train)
 
 
 def _resumed(words: list[str]) -> Path | None:
     if not any("resume=" in word for word in words):
         return None
-    from project.resume import resumed
-
+    with signals.held():
+        from project.resume import resumed
     return resumed(words)
 
 
@@ -138,22 +139,25 @@ def _report(
 ) -> int:
     """Runs the job in `folder`, the one place where errors become messages; its exit status."""
     say(f"run folder {shown(folder)}")
-    from project.checkpoint import LAST
-    from project.launch import run
-
     try:
+        with signals.held():
+            from project.launch import run
         results = run(folder, train, share)
     except UserError as error:
         undo()
         say(hidden(f"train.py: {error}"), sys.stderr)
         return 1
     except RankFailed as error:
+        from project.checkpoint import LAST
+
         undo()
         where = "" if (folder / LAST).exists() else "Nothing was saved yet. "
         where += _way_on(folder)
         say(hidden(f"{error.traceback}train.py: {error}. {where}"), sys.stderr)
         return 1
     except Preempted as stopped:
+        if not read_results(folder):  # it came before the run began
+            write_preempted(folder, stopped)
         if not in_sweep:  # which says so itself
             say(f"train.py: {stopped}. {_way_on(folder)}", sys.stderr)
         return _status(stopped)

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from project import signals
 from project.console import say
 from project.errors import RankFailed
 from project.failure import write_failed, write_report
@@ -27,8 +28,8 @@ def is_launched() -> bool:
 @functools.cache
 def store() -> "dist.Store":
     """Where the ranks of an outside torchrun meet; in each attempt without what the last left."""
-    import torch.distributed as dist
-
+    with signals.held():
+        import torch.distributed as dist
     shared, _, _ = next(iter(dist.rendezvous("env://")))
     return dist.PrefixStore(f"attempt {os.environ['TORCHELASTIC_RESTART_COUNT']}", shared)
 

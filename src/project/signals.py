@@ -3,6 +3,7 @@
 import contextlib
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from types import FrameType
 from typing import Any
@@ -69,6 +70,21 @@ def received(receive: Callable[[int], object]) -> Iterator[None]:
         receive(_asked)
     with _installed(_all(handler)):
         yield
+
+
+@contextlib.contextmanager
+def held() -> Iterator[None]:
+    """For imports of torch in the process that launches: a request is granted at their end.
+
+    Its modules in C++ would not let an exception out, and abort. Of a sweep's jobs at once the
+    threads get no signals.
+    """
+    requests: list[int] = []
+    is_main = threading.current_thread() is threading.main_thread()
+    with received(requests.append) if is_main else contextlib.nullcontext():
+        yield
+    if requests:
+        raise Preempted(requests[0])
 
 
 @contextlib.contextmanager

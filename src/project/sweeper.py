@@ -95,8 +95,8 @@ class GridSweeper(Sweeper):
             sys.exit(stopped or 1)
 
     def _check(self) -> None:
-        from project.parallel import num_at_once
-
+        with signals.held():
+            from project.parallel import num_at_once
         self._at_once = num_at_once(self._config.hydra.launcher)
         if outside.is_launched():
             raise UserError("A sweep starts ranks of its own: python train.py -m ..., no torchrun.")

@@ -39,8 +39,8 @@ def _ask_once(trainer: Any) -> None:
     """Lets Lightning find out once what it would find out at each step, to the same effect.
 
     How to profile when nobody does, whether `training_step` takes a number (inspect.signature),
-    who defines the hooks of a batch, and which hooks nobody defines: Lightning passes over what
-    cannot be called. Also, nothing is collected from `self.log` where nothing was logged.
+    who defines the hooks of a batch, and which hooks of ours are empty. Also, nothing is collected
+    from `self.log` where nothing was logged.
     """
     task, connector = trainer.lightning_module, trainer._logger_connector
     if type(trainer.profiler) is PassThroughProfiler:
@@ -51,19 +51,19 @@ def _ask_once(trainer: Any) -> None:
         )
     selector = trainer._data_connector._datahook_selector
     selector.get_instance = functools.cache(selector.get_instance)
-    is_clipped = trainer.gradient_clip_val is not None
-    for hook in HOOKS if is_clipped else (*HOOKS, "configure_gradient_clipping"):
-        _leave_out(hook, task, LightningModule)
-    for callback in trainer.callbacks:
-        for hook in HOOKS:
-            _leave_out(hook, callback, Callback)
+    for owner in task, *trainer.callbacks:
+        if type(owner).__module__.partition(".")[0] == __package__:  # others may call their own
+            _leave_out_empty_hooks(owner)
     end = connector.on_batch_end
     connector.on_batch_end = lambda: end() if trainer._results else _forget(trainer._results)
 
 
-def _leave_out(hook: str, owner: Any, parent: type) -> None:
-    if hook not in vars(owner) and getattr(type(owner), hook) is getattr(parent, hook):
-        vars(owner)[hook] = None
+def _leave_out_empty_hooks(owner: Any) -> None:
+    """Lightning passes over what cannot be called."""
+    parent = LightningModule if isinstance(owner, LightningModule) else Callback
+    for hook in HOOKS:
+        if hook not in vars(owner) and getattr(type(owner), hook) is getattr(parent, hook):
+            vars(owner)[hook] = None
 
 
 def _forget(results: Any) -> None:
