@@ -147,7 +147,7 @@ def _seconds(batches: Iterator[Tensor], count: int = 8, skipped: int = 2) -> flo
 def _step() -> float:
     """Seconds of forward, backward and step of the default network on such a batch."""
     net = SpeedNet(10).train()
-    optimizer, _ = arms.optimized(net, 1)
+    (optimizer, _), began = arms.optimized(net, 1), 0.0
     images, labels = torch.randn(BATCH, 3, 32, 32), torch.randint(10, (BATCH,))
     for _ in range(2):  # the first allocates
         began = time.perf_counter()

@@ -584,6 +584,31 @@ def test_a_request_is_granted_at_once_or_by_training(number, monkeypatch):
     assert signal.getsignal(number) == before
 
 
+def test_a_request_during_an_import_is_granted_at_its_end(monkeypatch):
+    monkeypatch.setattr(signals, "_asked", 0)
+    before, done = signal.getsignal(signal.SIGTERM), []
+
+    def imports() -> None:
+        with signals.held():
+            ask(signal.SIGTERM)
+            done.append("imported")
+
+    with pytest.raises(Preempted, match="SIGTERM"):
+        imports()
+    assert done == ["imported"]
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_a_request_before_the_ranks_begin_leaves_word(start, tmp_path):
+    process = start("python", "train.py", *TINY, f"hydra.run.dir={tmp_path}/run")
+    assert process.stdout.readline().startswith("run folder")  # imports of torch are next
+    process.send_signal(signal.SIGTERM)
+    output, errors = process.communicate(timeout=20)
+    assert process.returncode == 143, output + errors
+    assert "stopped by SIGTERM. Go on with: python train.py resume=" in errors
+    assert outcome(tmp_path / "run")["status"] == "preempted"
+
+
 def test_a_loader_worker_leaves_the_answer_to_its_rank(monkeypatch):
     """It gets the signal too, if it is sent to all processes of a group."""
 
