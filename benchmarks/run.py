@@ -8,6 +8,7 @@ ratios are taken repeat by repeat.
 """
 
 import argparse
+import sys
 from pathlib import Path
 
 from pipeline import growth, loader, memory
@@ -15,6 +16,7 @@ from startup import startup
 from table import show
 from training import options, overhead, scaling, step
 
+from project.errors import Preempted
 from project.processes import start_fork_server
 
 ALL = {
@@ -36,9 +38,16 @@ def main() -> None:
     add("--repeats", type=int, default=5, choices=counts, metavar="N", help="1 to 99, if not 5")
     add("--out", type=Path, default=Path("outputs/benchmarks"), help="folder of CSV and PNG")
     args = parser.parse_args()
+    try:
+        args.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f"argument --out: {error}")
     start_fork_server()
-    for name in args.only:
-        show(name, (ALL | {"options": options})[name](args.repeats), args.out)
+    try:
+        for name in args.only:
+            show(name, (ALL | {"options": options})[name](args.repeats), args.out)
+    except (KeyboardInterrupt, Preempted) as error:
+        sys.exit(error.status if isinstance(error, Preempted) else 130)
 
 
 if __name__ == "__main__":

@@ -75,7 +75,6 @@ def show(name: str, rows: Sequence[Row], folder: Path) -> None:
             f"| {row.what} | {_number(row.median)} {row.unit} | {least} to {most} | {row.goal} |",
             flush=True,
         )
-    folder.mkdir(parents=True, exist_ok=True)
     with (folder / f"{name}.csv").open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(["what", "unit", "median", "to_reach", "at_least", "values"])

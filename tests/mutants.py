@@ -159,7 +159,7 @@ MUTANTS = {
     ),
     "a step's line shows the loss of rank 0": Mutant(
         "losses.py",
-        "            dist.all_reduce(losses)\n            losses /= dist.get_world_size()\n",
+        "            dist.all_reduce(losses)\n            losses /= trainer.world_size\n",
         "            pass\n",
         LOGGED.format("accumulation of 3"),
     ),

@@ -38,10 +38,10 @@ class ImageDataModule(lightning.LightningDataModule):
         limit_train_images: train on no more than so many, evenly spaced; None for all.
         mean, std: per channel, of images in [0, 1].
         augment: what happens to training images.
-        on_device: keep the images in the memory of each rank's device: row numbers alone travel.
         num_workers: loader processes a rank.
         pin_memory: page-locked batches, copied to a GPU while it computes.
         seed: of sample order and augmentation.
+        on_device: keep the images in the memory of each rank's device: row numbers alone travel.
     """
 
     def __init__(
@@ -57,10 +57,10 @@ class ImageDataModule(lightning.LightningDataModule):
         mean: Sequence[float],
         std: Sequence[float],
         augment: Augment,
-        on_device: bool,
         num_workers: int,
         pin_memory: bool,
         seed: int,
+        on_device: bool = False,
     ) -> None:
         super().__init__()
         if image_size < 1 or num_workers < 0 or not len(mean) == len(std) == 3 or min(std) <= 0:

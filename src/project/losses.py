@@ -99,30 +99,33 @@ class RecentLosses:
 
     def __init__(self) -> None:
         self._losses: list[Tensor] = []
+        self._batches: list[int] = []
 
-    def add(self, loss: Tensor) -> None:
-        """Keeps the loss of a batch, a scalar, without waiting."""
+    def add(self, loss: Tensor, batch_idx: int) -> None:
+        """Keeps the loss of a batch, a scalar, and its number in the epoch, without waiting."""
         self._losses.append(loss.detach())
+        self._batches.append(batch_idx)
 
     def take(self, trainer: lightning.Trainer) -> Tensor:
         """The losses since the last call, each the mean over ranks: (n,), on the CPU.
 
-        All ranks must call this alike, after an optimizer step.
+        All ranks must call this alike, and in each epoch.
 
         Raises:
             UserError: a loss is not finite; the step is named.
         """
         if not self._losses:
             return torch.empty(0)
-        losses = torch.stack(self._losses)
-        self._losses = []
-        if dist.is_initialized():
+        losses, batches = torch.stack(self._losses), self._batches
+        self._losses, self._batches = [], []
+        if trainer.world_size > 1:
             dist.all_reduce(losses)
-            losses /= dist.get_world_size()
+            losses /= trainer.world_size
         losses = losses.cpu()
         if wrong := (~losses.isfinite()).nonzero().flatten().tolist():
-            batches_ago = len(losses) - 1 - wrong[0]
-            step = trainer.global_step - batches_ago // trainer.accumulate_grad_batches
+            accumulate = trainer.accumulate_grad_batches
+            steps_per_epoch = int(trainer.num_training_batches) // accumulate
+            step = trainer.current_epoch * steps_per_epoch + batches[wrong[0]] // accumulate + 1
             _refuse(f"the loss of step {step}", trainer)
         return losses
 

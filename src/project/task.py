@@ -110,7 +110,7 @@ class Classifier(lightning.LightningModule):
         logits = self.net(images)
         loss = F.cross_entropy(logits, labels, label_smoothing=self.label_smoothing)
         self._train_sums.add(loss.expand(labels.shape), logits, labels)
-        self.losses.add(loss)
+        self.losses.add(loss, batch_idx)
         return loss
 
     def on_train_epoch_end(self) -> None:

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule
@@ -39,35 +40,48 @@ def _ask_once(trainer: Any) -> None:
     """Lets Lightning find out once what it would find out at each step, to the same effect.
 
     How to profile when nobody does, whether `training_step` takes a number (inspect.signature),
-    who defines the hooks of a batch, and which hooks of ours are empty. Also, nothing is collected
-    from `self.log` where nothing was logged.
+    who defines the hooks of a batch, and which hooks of our own callbacks are empty. Also, nothing
+    is collected from `self.log` where nothing was logged, or done to clip without a limit.
     """
-    task, connector = trainer.lightning_module, trainer._logger_connector
+    task, loop = trainer.lightning_module, trainer.fit_loop.epoch_loop
     if type(trainer.profiler) is PassThroughProfiler:
         trainer.profiler.profile = lambda action_name: NOTHING  # type: ignore[assignment]
+    vars(loop).pop("_build_kwargs", None)  # of another task
     if is_param_in_hook_signature(task.training_step, "batch_idx", min_args=2):
-        trainer.fit_loop.epoch_loop._build_kwargs = lambda kwargs, batch, number: OrderedDict(
-            batch=batch, batch_idx=number
-        )
+        loop._build_kwargs = lambda kwargs, batch, i: OrderedDict(batch=batch, batch_idx=i)
     selector = trainer._data_connector._datahook_selector
     selector.get_instance = functools.cache(selector.get_instance)
-    for owner in task, *trainer.callbacks:
-        if type(owner).__module__.partition(".")[0] == __package__:  # others may call their own
-            _leave_out_empty_hooks(owner)
-    end = connector.on_batch_end
-    connector.on_batch_end = lambda: end() if trainer._results else _forget(trainer._results)
+    for callback in trainer.callbacks:
+        if type(callback).__module__.partition(".")[0] == __package__:
+            _leave_out_empty_hooks(callback)
+    _spare(trainer._logger_connector, "on_batch_end", lambda: _is_logged(trainer))
+    _spare(trainer.precision_plugin, "_clip_gradients", lambda: _is_clipped(trainer))
 
 
-def _leave_out_empty_hooks(owner: Any) -> None:
-    """Lightning passes over what cannot be called."""
-    parent = LightningModule if isinstance(owner, LightningModule) else Callback
+def _leave_out_empty_hooks(callback: Any) -> None:
+    """Lightning passes over what cannot be called; a user's callback may call its own."""
     for hook in HOOKS:
-        if hook not in vars(owner) and getattr(type(owner), hook) is getattr(parent, hook):
-            vars(owner)[hook] = None
+        if getattr(type(callback), hook) is getattr(Callback, hook):
+            vars(callback)[hook] = None
 
 
-def _forget(results: Any) -> None:
-    results.batch = results.batch_size = None
+def _spare(owner: Any, name: str, is_needed: Callable[[], bool]) -> None:
+    """Calls a method of `owner` only where it is needed."""
+    vars(owner).pop(name, None)  # as an earlier stage left it
+    method = getattr(owner, name)
+    setattr(owner, name, lambda *args, **kwargs: method(*args, **kwargs) if is_needed() else None)
+
+
+def _is_logged(trainer: Any) -> bool:
+    if not trainer._results:
+        trainer._results.batch = trainer._results.batch_size = None  # lets go of them, as it would
+    return bool(trainer._results)
+
+
+def _is_clipped(trainer: Any) -> bool:
+    task, name = trainer.lightning_module, "configure_gradient_clipping"
+    is_own = name in vars(task) or getattr(type(task), name) is not getattr(LightningModule, name)
+    return is_own or trainer.gradient_clip_val is not None
 
 
 def begin_validation_anew(checkpoint: dict[str, Any]) -> None:
