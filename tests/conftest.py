@@ -62,7 +62,6 @@ DATA: dict[str, Any] = {
     "mean": (0.5, 0.5, 0.5),
     "std": (0.25, 0.25, 0.25),
     "augment": Augment(crop_padding=4, flip=True),
-    "on_device": False,
     "num_workers": 0,
     "pin_memory": False,
     "seed": 0,

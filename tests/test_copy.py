@@ -33,7 +33,7 @@ COPIES: dict[str, tuple[str, dict[str, str]]] = {
     "Same": ("project", {"package_name": "project", **dict.fromkeys(PARTS, "no")}),
 }
 # Which of our tests they lack: always, and without a part.
-LACKING = {"tests/test_copy.py", "tests/test_front_page.py"}
+LACKING = {"tests/test_benchmarks.py", "tests/test_copy.py", "tests/test_front_page.py"}
 LACKING_WITHOUT = {
     "keep_parity": {"tests/test_parity.py", "tests/test_mutants.py", "tests/test_devices.py"},
     "keep_docs": {"tests/test_your_project.py"},

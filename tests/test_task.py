@@ -224,6 +224,31 @@ def test_the_line_of_a_step_shows_the_loss(make_data, caplog, accumulate):
     assert [line[: len(start)] for line, start in zip(lines, expected, strict=True)] == expected
 
 
+class Breaks(lightning.Callback):
+    """Spoils one batch."""
+
+    def __init__(self, batch_idx: int) -> None:
+        self.batch_idx = batch_idx
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx) -> None:
+        if batch_idx == self.batch_idx and trainer.current_epoch == 1:
+            batch[0].fill_(float("nan"))
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.LBFGS])
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_the_step_of_a_broken_loss_is_named(make_data, optimizer, accumulate):
+    """Also where an optimizer asks for the loss several times a step."""
+    task = make_task()
+    task.make_optimizer = partial(optimizer, lr=0.01)
+    callbacks = [Breaks(4 * accumulate - 1), Progress()]
+    trainer = make_trainer(
+        accumulate_grad_batches=accumulate, log_every_n_steps=5, callbacks=callbacks
+    )
+    with pytest.raises(UserError, match=r"the loss of step 10 \(epoch 2\) is not a finite"):
+        trainer.fit(task, datamodule=make_data())
+
+
 def test_loader_workers_change_nothing(make_data):
     nets = []
     for num_workers in 0, 2:

@@ -138,9 +138,9 @@ def _report(
     share: "Share | None" = None,
 ) -> int:
     """Runs the job in `folder`, the one place where errors become messages; its exit status."""
-    say(f"run folder {shown(folder)}")
     try:
         with signals.held():
+            say(f"run folder {shown(folder)}")
             from project.launch import run
         results = run(folder, train, share)
     except UserError as error:
