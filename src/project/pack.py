@@ -65,11 +65,7 @@ class PackedImages(Dataset):
 
 
 class Rows(Dataset[Tensor]):
-    """Index arrays as they come, for images that are where they are needed already.
-
-    Args:
-        count: of the images.
-    """
+    """Index arrays as they come, for `count` images that are where they are needed already."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -78,7 +74,6 @@ class Rows(Dataset[Tensor]):
         return self.count
 
     def __getitem__(self, index: Tensor) -> Tensor:
-        """(B,) int64."""
         return index
 
 
