@@ -95,10 +95,11 @@ MUTANTS = {
     "BatchNorm buffers of rank 1 saved": Mutant(
         "task.py",
         '        checkpoint["epoch_metrics"] = ',
-        """        for name, value in checkpoint["state_dict"].items():
+        """        import torch.distributed as dist
+        for name, value in checkpoint["state_dict"].items():
             if "running" in name:
                 checkpoint["state_dict"][name] = value.clone()
-                torch.distributed.broadcast(checkpoint["state_dict"][name], src=1)
+                dist.broadcast(checkpoint["state_dict"][name], src=1)
         checkpoint["epoch_metrics"] = """,
         WEIGHTS.format("Adam"),
     ),
@@ -179,7 +180,11 @@ MUTANTS = {
         "data.py",
         "= indices.split(batch_size)[rank::world_size]",
         """= indices[
-            list(DistributedSampler(range(len(indices)), world_size, rank, shuffle=False))
+            list(
+                torch.utils.data.DistributedSampler(
+                    range(len(indices)), world_size, rank, shuffle=False
+                )
+            )
         ].split(batch_size)""",
         SCORES.format("7 by 1 in 64-true"),
     ),
