@@ -276,7 +276,7 @@ def test_its_tests_are_ours_but_those_of_files_left_out(collected, copies, name)
 def test_the_default_project_has_each_case_of_ours(collected):
     def cases(ids: list[str]) -> set[str]:
         # Those of the README are commands, of which a project has its own.
-        others = re.compile("tests/test_(copy|front_page|readme)|.*_of_the_pages")
+        others = re.compile("tests/test_(copy|benchmarks|front_page|readme)|.*_of_the_pages")
         return {line for line in ids if not others.match(line)}
 
     own = {line.replace("my_project.", "project.") for line in collected["My Project"]}
