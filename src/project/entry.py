@@ -17,7 +17,7 @@ from omegaconf import OmegaConf
 
 from project import outside, signals
 from project.cli import asks_to_run, closing_table, explained, quoted
-from project.console import flush_streams, open_streams, say
+from project.console import open_streams, say
 from project.errors import Preempted, RankFailed, UserError
 from project.failure import write_preempted
 from project.folder import in_use, read_results, shown
@@ -53,7 +53,6 @@ def start(main: Callable[..., Any], train: "Train") -> None:
         sys.exit(_status(stopped))
     finally:
         signals.ignored()
-        flush_streams()
         end_fork_server()
 
 

@@ -11,7 +11,6 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from project.console import UNREAD, read_by_nobody
 from project.secret import hidden
 
 # Upstream's warnings that do not apply here, by a pattern of how they begin.
@@ -34,7 +33,7 @@ class Discreet(logging.Formatter):
 
 
 class Console(logging.StreamHandler):
-    """Keeps clear of the bar, and goes quiet when nobody reads any more (`train.py | head`)."""
+    """Keeps clear of the bar."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Leaves out what the bar shows."""
@@ -44,14 +43,6 @@ class Console(logging.StreamHandler):
         """Writes above the bar."""
         with tqdm.external_write_mode(self.stream):
             super().emit(record)
-
-    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
-        """Training goes on; train.log has it all."""
-        error = sys.exc_info()[1]
-        if isinstance(error, OSError) and error.errno in UNREAD:
-            read_by_nobody(self.stream)
-        else:
-            super().handleError(record)
 
 
 def quiet(path: Path) -> None:

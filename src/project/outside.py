@@ -72,7 +72,7 @@ def watched(folder: Path, timeout: float) -> Iterator[None]:
                 write_report(folder / "ranks" / f"{rank}-{attempt}", str(error), error.traceback)
                 write_failed(folder, str(error))
                 if watch.speaks:
-                    say(hidden(f"{error.traceback}train.py: {error}."), sys.__stderr__)
+                    say(hidden(f"{error.traceback}train.py: {error}."), sys.stderr)
                 os._exit(1)
             if os.getppid() != parent:
                 os._exit(1)

@@ -16,7 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 from torch.utils.data import _utils as loaders
 
 from project import signals
-from project.console import flush_streams
+from project.console import open_streams
 from project.devices import on_gpu, threads_a_rank
 from project.errors import Preempted, RankFailed, UserError
 from project.failure import dead_ranks, record_failure, text_of, write_report
@@ -155,6 +155,7 @@ def rank_process(
     """
     signals.restored()
     end_with_parent()
+    open_streams()
     if environment is not None:
         os.environ.update(environment)
         quiet(Path(folder) / "ranks" / f"{os.environ['RANK']}-{attempt}.log")
@@ -167,5 +168,3 @@ def rank_process(
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # it is on record; the parent shows the first
         # A rank that returned would wait for the agent, which may have been told to end.
         raise error if isinstance(error, Exception) else RankFailed(str(error)) from None
-    finally:
-        flush_streams()

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Mapping
 from types import FrameType
 from typing import Any
 
-from project.console import leave_terminal
 from project.errors import Preempted
 
 # Also: the warning of a scheduler, and a terminal that was closed.
@@ -61,7 +60,6 @@ def received(receive: Callable[[int], object]) -> Iterator[None]:
 
     def handler(number: int, frame: FrameType | None) -> None:
         global _asked
-        _hang_up(number)
         if not _asked:
             _asked = number
             receive(number)
@@ -142,11 +140,6 @@ def _all(handler: Any) -> dict[signal.Signals, Any]:
     return dict.fromkeys(set(REQUESTS) - ignored, handler)
 
 
-def _hang_up(number: int) -> None:
-    if number == signal.SIGHUP:
-        leave_terminal()
-
-
 @contextlib.contextmanager
 def _installed(handlers: Mapping[signal.Signals, Any]) -> Iterator[None]:
     """Handles signals in other ways for a while."""
@@ -164,7 +157,6 @@ def _install(handlers: Mapping[signal.Signals, Any]) -> dict[signal.Signals, Any
 
 def _at_once(number: int, frame: FrameType | None) -> None:
     global _asked
-    _hang_up(number)
     if not _asked:
         _asked = number
         raise Preempted(number)
@@ -172,7 +164,6 @@ def _at_once(number: int, frame: FrameType | None) -> None:
 
 def _on_request(number: int, frame: FrameType | None) -> None:
     global _request
-    _hang_up(number)
     if os.getpid() != _pid or _is_ending:
         # In a loader worker: a signal to all processes is for the rank to answer, so comply later.
         _request = _request or number
