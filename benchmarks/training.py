@@ -160,17 +160,26 @@ def scaling(repeats: int) -> list[Row]:
     if ON_GPU:
         counts = [n for n in (1, 2, 4) if n <= torch.cuda.device_count()]
         ways = {f"{n} GPU{'s' if n > 1 else ''}": (n, 4) for n in counts}
-    rows = {way: Row(f"train.py, {way}", "images/s", []) for way in ways}
-    for _ in range(repeats):
-        for way, (ranks, threads) in ways.items():
-            found = in_ranks(alternate, ranks, threads, arms=["ours"], repeats=1, **case)
-            rows[way].values.append(case["batch_size"] / found["ours"][0])
-    first, *others = rows.values()
-    reach = {} if ON_GPU else {"reach": 0.95, "at_least": True}
-    names = [*ways]
-    return [first, *others] + [
-        ratio(f"{name} / {names[0]}", row, first, **reach)
-        for name, row in zip(names[1:], others, strict=True)
+    both = {"raw": "raw DDP loop", "ours": "train.py"}
+    rows = {(arm, way): Row(f"{both[arm]}, {way}", "images/s", []) for arm in both for way in ways}
+    for number in range(repeats):
+        turn = -1 if number % 2 else 1
+        for way in [*ways][::turn]:
+            names, (ranks, threads) = [*both][::turn], ways[way]
+            found = in_ranks(alternate, ranks, threads, arms=names, repeats=1, **case)
+            for arm in both:
+                rows[arm, way].values.append(case["batch_size"] / found[arm][0])
+    first, *others = ways
+    goal: dict[str, Any] = {} if ON_GPU else {"reach": 0.95, "at_least": True}
+    return [*rows.values()] + [
+        ratio(
+            f"{both[arm]}, {way} / {first}",
+            rows[arm, way],
+            rows[arm, first],
+            **(goal if arm == "ours" else {}),
+        )
+        for arm in both
+        for way in others
     ]
 
 
