@@ -227,6 +227,14 @@ def test_words_that_nobody_reads_fail_nothing(make, option):
     assert process.returncode == 0
 
 
+def test_words_that_find_no_room_name_the_stream():
+    with Path("/dev/full").open("w") as full:
+        words = [sys.executable, "-c", SPEAK]
+        done = subprocess.run(words, input=b"", stdout=full, stderr=subprocess.PIPE)
+    assert done.returncode
+    assert b"No space left on device: 'standard output'" in done.stderr
+
+
 @pytest.mark.parametrize("where", ["stat", "scandir"])
 def test_a_folder_that_may_not_be_read_is_named(job, tmp_path, monkeypatch, where):
     """Tests may run as root, whom no mode keeps out."""

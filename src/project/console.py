@@ -18,6 +18,7 @@ class Unfailing(io.FileIO):
             return super().write(data)
         except OSError as error:
             if error.errno not in UNREAD:
+                error.filename = "standard output" if self.fileno() == 1 else "standard error"
                 raise
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, self.fileno())
