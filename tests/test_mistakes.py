@@ -3,6 +3,7 @@
 import inspect
 import os
 import shlex
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -200,6 +201,10 @@ def test_closed_streams_do_no_harm(tmp_path, working_folder):
     assert outcome(tmp_path / "run")["status"] == "complete"
 
 
+EARLY = """
+import sys
+sys.stdout.write("it has ")
+"""
 SPEAK = """
 import sys
 from project.console import open_streams, say
@@ -214,14 +219,25 @@ for stream in sys.stdout, sys.stderr:
 """
 
 
-@pytest.mark.parametrize("make", [os.openpty, os.pipe])
+def connection():
+    """Of a network."""
+    with socket.create_server(("localhost", 0)) as server:
+        there = socket.create_connection(server.getsockname())
+        return server.accept()[0].detach(), there.detach()
+
+
+@pytest.mark.parametrize("make", [os.openpty, os.pipe, connection])
 @pytest.mark.parametrize("option", ["-B", "-u"])
-def test_words_that_nobody_reads_fail_nothing(make, option):
+def test_words_that_nobody_reads_fail_nothing(make, option, monkeypatch):
     reader, writer = make()
-    words = [sys.executable, option, "-c", SPEAK]
+    words = [sys.executable, option, "-c", EARLY + SPEAK]
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
     with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=writer, stderr=writer) as process:
         os.close(writer)
-        assert os.read(reader, 100).split() == [b"begun"]
+        said = b""
+        while b"begun" not in said and (more := os.read(reader, 100)):
+            said += more
+        assert said.strip() == b"it has begun"
         os.close(reader)
         process.communicate()
     assert process.returncode == 0

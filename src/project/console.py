@@ -3,10 +3,12 @@
 import errno
 import io
 import os
+import stat
 import sys
 from typing import Any, TextIO
 
-UNREAD = errno.EPIPE, errno.EIO  # after `train.py | head`, or once the terminal is closed
+# After `train.py | head`, once the reader at the other end of a network is gone, or the terminal.
+UNREAD = errno.EPIPE, errno.ECONNRESET, errno.EIO
 
 
 class Unfailing(io.FileIO):
@@ -17,7 +19,8 @@ class Unfailing(io.FileIO):
         try:
             return super().write(data)
         except OSError as error:
-            if error.errno not in UNREAD:
+            is_on_disk = stat.S_ISREG(os.fstat(self.fileno()).st_mode)  # one that fails, say
+            if is_on_disk or error.errno not in UNREAD:
                 error.filename = "standard output" if self.fileno() == 1 else "standard error"
                 raise
         null = os.open(os.devnull, os.O_WRONLY)
@@ -48,7 +51,18 @@ def _unfailing(stream: Any, number: int) -> TextIO:
     like = {name: getattr(stream, name) for name in names} if stream else {}
     file = Unfailing(number, "w", closefd=False)
     is_unbuffered = like.get("write_through")  # python -u
+    if stream is not None:
+        _flush(stream)
     return io.TextIOWrapper(file if is_unbuffered else io.BufferedWriter(file), **like)
+
+
+def _flush(stream: TextIO) -> None:
+    """Writes what was printed before, unless nobody reads it."""
+    try:
+        stream.flush()
+    except OSError as error:
+        if error.errno not in UNREAD:
+            raise
 
 
 def say(text: str, to: TextIO | None = None) -> None:
